@@ -1,0 +1,1 @@
+"""The compiler: from Dynamo's graph to each rank's local program."""
