@@ -1,0 +1,46 @@
+"""Attention of this rank's rows to keys and values that every rank has: no communication.
+
+Cross-attention to replicated text is the common case. Every rank adds its own part of the keys' gradient, so the keys'
+true gradient is the sum over ranks (:func:`cp_compile.collectives.replicate`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from cp_compile.attention.spec import AttentionSpec
+
+__all__ = ["local_attention", "sdpa"]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec, causal: bool) -> Tensor:
+    """Plain SDPA with the numbers of ``spec``; ``[B, H, S, D]``, fewer kv heads are shared by groups of query heads."""
+    if mask is not None and mask.dtype not in (torch.bool, torch.float32, q.dtype):
+        mask = mask.to(q.dtype)
+    return scaled_dot_product_attention(
+        q, k, v, mask, spec.dropout_p, causal, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def local_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """Attention without communication.
+
+    Args:
+        q: ``[B, Hq, spec.q.local, D]``.
+        k: ``[B, Hkv, Skv, D]``, all rows in global order.
+        v: ``[B, Hkv, Skv, Dv]``.
+        mask: None, or whole, of four dims.
+        spec: the attention.
+
+    Returns:
+        ``[B, Hq, spec.q.local, Dv]``. With dropout, padded rows are no copies: each row draws its own.
+    """
+    if spec.mesh.degree == 1:
+        return sdpa(q, k, v, mask, spec, spec.causal)
+    if spec.causal:
+        rows = spec.q.rows(spec.mesh.rank, q.device)
+        mask = (rows.unsqueeze(1) >= torch.arange(k.shape[2], device=q.device))[None, None]
+    elif mask is not None and mask.shape[2] != 1:
+        mask = mask.index_select(2, spec.q.rows(spec.mesh.rank, mask.device))
+    return sdpa(q, k, v, mask, spec, False)
