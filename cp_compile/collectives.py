@@ -1,8 +1,8 @@
 """The collectives of context parallelism, differentiable, as plain ``_c10d_functional`` ops.
 
 Nothing here asks ``torch.distributed`` anything: groups are names, sizes and ranks are numbers. So every function
-traces with fake tensors, and Inductor sees (and may overlap) each collective. Each one is an op that starts the transfer
-and a ``wait_tensor`` that ends it; :func:`start_permute` and :func:`wait` give the two halves apart.
+traces with fake tensors, and Inductor sees (and may overlap) each collective. Each one is an op that starts the
+transfer and a ``wait_tensor`` that ends it; :func:`start_permute` and :func:`wait` give the two halves apart.
 
 Gradients follow the contract "full tensors in, full tensors out, the same loss on every rank":
 
@@ -49,7 +49,7 @@ def start_permute(x: Tensor, group: str, size: int, rank: int, shift: int = 1) -
     """Starts sending ``x`` to rank ``rank + shift`` of a ring and receiving from ``rank - shift``. Not differentiable.
 
     Args:
-        x: any shape, the same on all ranks.
+        x: one dim or more, the same shape on all ranks.
         group: name of the group, its ranks in ring order.
         size: ranks in the group.
         rank: this rank's place in the group.
@@ -59,10 +59,9 @@ def start_permute(x: Tensor, group: str, size: int, rank: int, shift: int = 1) -
         Of the shape of ``x``, to be given to :func:`wait` before any other use.
     """
     # An all-to-all with one full and otherwise empty splits, as torch's `permute_tensor` has it. The p2p ops of 2.13
-    # take no part in Inductor's overlap passes yet. A leading dim of 1 keeps the splits free of symbolic sizes.
+    # take no part in Inductor's overlap passes yet.
     sent, received = [0] * size, [0] * size
-    sent[(rank + shift) % size] = 1
-    received[(rank - shift) % size] = 1
+    sent[(rank + shift) % size] = received[(rank - shift) % size] = x.shape[0]
     return _c10d.all_to_all_single(x.contiguous(), received, sent, group)
 
 
@@ -95,11 +94,11 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int, shift: int) -> Tensor:
         ctx.where = group, size, rank, -shift
-        return wait(start_permute(x.unsqueeze(0), group, size, rank, shift)).squeeze(0)
+        return wait(start_permute(x, group, size, rank, shift))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return wait(start_permute(grads[0].unsqueeze(0), *ctx.where)).squeeze(0), None, None, None, None
+        return wait(start_permute(grads[0], *ctx.where)), None, None, None, None
 
 
 class _AllGather(torch.autograd.Function):
@@ -149,7 +148,7 @@ def all_to_all(x: Tensor, group: str, size: int) -> Tensor:
 
 
 def permute(x: Tensor, group: str, size: int, rank: int, shift: int = 1) -> Tensor:
-    """:func:`start_permute` and :func:`wait` in one, differentiable, for ``x`` of any shape."""
+    """:func:`start_permute` and :func:`wait` in one, differentiable."""
     return cast(Tensor, _Permute.apply(x, group, size, rank, shift))
 
 

@@ -84,8 +84,10 @@ class _Group:
         slots = list(self.slots)
         self._wait(what, place)  # nobody overwrites a slot before all have read it
         if any(w != what for w, _ in slots):
-            raise CollectiveError("ranks call different collectives: " + "; ".join(
-                f"rank {m}: {w}" for m, (w, _) in zip(self.members, slots)))
+            raise CollectiveError(
+                "ranks call different collectives: "
+                + "; ".join(f"rank {m}: {w}" for m, (w, _) in zip(self.members, slots))
+            )
         return [v for _, v in slots]
 
     def _wait(self, what: str, place: int) -> None:
@@ -134,7 +136,8 @@ class _Rank(TorchDispatchMode):
         pieces = [y.split(splits)[place] for y, splits in values]
         if [p.shape[0] for p in pieces] != list(received):
             raise CollectiveError(
-                f"rank {self.rank}: all_to_all_single expects {received} rows, is sent {[p.shape[0] for p in pieces]}")
+                f"rank {self.rank}: all_to_all_single expects {received} rows, is sent {[p.shape[0] for p in pieces]}"
+            )
         self.counts.elements += x.numel() - x.split(sent)[place].numel()
         return torch.cat(pieces)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cp_compile.attention.local import local_attention
+from cp_compile.attention.ring import ring_attention, unified_attention
 from cp_compile.attention.shapes import autocast_input, check_inputs, restore, to_4d
 from cp_compile.attention.spec import AttentionSpec, Variant, collectives, elements_sent, variant
 from cp_compile.attention.ulysses import ulysses_attention
@@ -44,5 +45,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Attent
     rows = {
         "local": local_attention,
         "ulysses": ulysses_attention,
+        "ring": ring_attention,
+        "unified": unified_attention,
     }[variant(spec)]
     return restore(rows(*to_4d(q, k, v, mask), spec), q, k, v)

@@ -17,7 +17,9 @@ __all__ = ["local_attention", "sdpa"]
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec, causal: bool) -> Tensor:
     """Plain SDPA with the numbers of ``spec``; ``[B, H, S, D]``, fewer kv heads are shared by groups of query heads."""
-    if mask is not None and mask.dtype not in (torch.bool, torch.float32, q.dtype):
+    # SDPA takes fp32 masks for any dtype of q, but in torch 2.13 its CPU kernel misreads them where q is fp64.
+    wide = torch.bool, q.dtype, torch.float32 if q.dtype != torch.float64 else q.dtype
+    if mask is not None and mask.dtype not in wide:
         mask = mask.to(q.dtype)
     return scaled_dot_product_attention(
         q, k, v, mask, spec.dropout_p, causal, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -28,7 +30,7 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: 
 
     Args:
         q: ``[B, Hq, spec.q.local, D]``.
-        k: ``[B, Hkv, Skv, D]``, all rows in global order.
+        k: ``[B, Hkv, Skv, D]``, all rows in global order, or the rows of the only rank.
         v: ``[B, Hkv, Skv, Dv]``.
         mask: None, or whole, of four dims.
         spec: the attention.
@@ -36,7 +38,9 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: 
     Returns:
         ``[B, Hq, spec.q.local, Dv]``. With dropout, padded rows are no copies: each row draws its own.
     """
-    if spec.mesh.degree == 1:
+    if spec.kv is not None and spec.kv.padded:  # one rank, whose zigzag chunks are padded to an even length
+        k, v = (spec.kv.merge(x.unsqueeze(2), 2) for x in (k, v))
+    if spec.mesh.degree == 1 and not spec.q.padded:
         return sdpa(q, k, v, mask, spec, spec.causal)
     if spec.causal:
         rows = spec.q.rows(spec.mesh.rank, q.device)
