@@ -11,7 +11,7 @@ TYPES := build/types
 venv: $(STAMP)
 
 # torch first, so that nothing else chooses its version.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt cp_compile/_version.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt torch
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'

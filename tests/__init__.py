@@ -1,0 +1,1 @@
+"""Tests, beside the idea that they prove."""
