@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 __all__ = ["Kernel", "accumulation_dtype", "choose"]
 
@@ -133,9 +132,12 @@ def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if bias is None:
         return None
     columns = k.shape[2]
-    bias = bias.to(q.dtype).expand(-1, -1, -1, columns)
-    bias = pad(bias, (0, -columns % 16)).narrow(3, 0, columns)
+    bias = _zeros_after(bias.to(q.dtype).expand(-1, -1, -1, columns), -columns % 16).narrow(3, 0, columns)
     return bias.expand(q.shape[0], q.shape[1], q.shape[2], columns)
+
+
+def _zeros_after(x: Tensor, extra: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(*x.shape[:-1], extra)], -1)
 
 
 def _efficient_forward(
@@ -151,7 +153,7 @@ def _efficient_backward(
     scale: float, weights: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     zero = torch.zeros((), dtype=torch.int64, device=q.device)
-    lse = pad(lse, (0, -q.shape[2] % 32))
+    lse = _zeros_after(lse, -q.shape[2] % 32)
     op = _aten._scaled_dot_product_efficient_attention_backward
     wanted, bias = [True, True, True, False], _aligned(bias, q, k)
     dq, dk, dv, _ = op(grad, q, k, v, bias, out, lse, zero, zero, 0.0, wanted, causal, scale=scale)

@@ -135,25 +135,28 @@ def _backward(
     dtype = accumulation_dtype(q.dtype)
     rows, bias_rows = _prepare_mask(mask, q, plan)
     keys, key_grads = Keys(k, v, plan), KeyGrads(k, v, plan)
-    dq = torch.zeros_like(q, dtype=dtype)
+    dq: Tensor | None = None
     dmask = torch.zeros_like(bias_rows, dtype=dtype) if mask_grad and bias_rows is not None else None
     for step in range(plan.steps):
         keys.depart(step)
         k_step, v_step = keys.block(step)
-        dk, dv = torch.zeros_like(k_step, dtype=dtype), torch.zeros_like(v_step, dtype=dtype)
+        dk: Tensor | None = None
+        dv: Tensor | None = None
         bias = plan.bias(step, bias_rows, q.device, q.dtype)
         weights = plan.weights(step, seed, q)
         for block in plan.blocks(step, q.shape[2], k_step.shape[2]):
             b_dq, b_dk, b_dv, ds = _attend_backward(
                 grad, rows, k_step, v_step, bias, weights, out, lse, block, plan)
-            dq = _add_rows(dq, b_dq, block.q_start, block.q_rows)
-            dk = _add_rows(dk, b_dk, block.k_start, block.k_rows)
-            dv = _add_rows(dv, b_dv, block.k_start, block.k_rows)
+            dq = _add_rows(dq, b_dq, block.q_start, q)
+            dk = _add_rows(dk, b_dk, block.k_start, k_step)
+            dv = _add_rows(dv, b_dv, block.k_start, v_step)
             if dmask is not None and ds is not None:
                 dmask = _add_scores(dmask, ds, plan.column_index(step, q.device))
         del k_step, v_step
+        assert dk is not None and dv is not None
         key_grads.add(dk, dv)
         keys.arrive()
+    assert dq is not None
     dk, dv = key_grads.home()
     if dmask is not None and mask is not None:
         if mask.shape[2] != 1:
@@ -193,7 +196,7 @@ def _attend_backward(
     block: Block,
     plan: RingPlan,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    grad, out, lse = (x.narrow(2, block.q_start, block.q_rows) for x in (grad, out, lse))
+    grad, out, lse = (_rows(x, 2, block.q_start, block.q_rows) for x in (grad, out, lse))
     q, k, v, bias, weights = _cut(q, k, v, bias, weights, block)
     shapes = k.shape, v.shape
     index = plan.kv_index(k)
@@ -209,15 +212,19 @@ def _attend_backward(
 def _cut(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, weights: Tensor | None, block: Block
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    q = q.narrow(2, block.q_start, block.q_rows)
-    k, v = (x.narrow(2, block.k_start, block.k_rows) for x in (k, v))
+    q = _rows(q, 2, block.q_start, block.q_rows)
+    k, v = (_rows(x, 2, block.k_start, block.k_rows) for x in (k, v))
     if weights is not None:
-        weights = weights.narrow(2, block.q_start, block.q_rows).narrow(3, block.k_start, block.k_rows)
+        weights = _rows(_rows(weights, 2, block.q_start, block.q_rows), 3, block.k_start, block.k_rows)
     if bias is not None and bias.shape[2] != 1:
-        bias = bias.narrow(2, block.q_start, block.q_rows)
+        bias = _rows(bias, 2, block.q_start, block.q_rows)
     if bias is not None and bias.shape[3] != 1:
-        bias = bias.narrow(3, block.k_start, block.k_rows)
+        bias = _rows(bias, 3, block.k_start, block.k_rows)
     return q, k, v, bias, weights
+
+
+def _rows(x: Tensor, dim: int, start: Size, rows: Size) -> Tensor:
+    return x if _is_whole(rows, x.shape[dim]) else x.narrow(dim, start, rows)
 
 
 def _prepare_mask(mask: Tensor | None, q: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor | None]:
@@ -261,10 +268,14 @@ def _merge(out: Tensor, lse: Tensor, o: Tensor, o_lse: Tensor) -> tuple[Tensor, 
     return out * a + o.to(out.dtype) * b, total
 
 
-def _add_rows(total: Tensor, part: Tensor, start: Size, rows: Size) -> Tensor:
-    part = part.to(total.dtype)
-    if _is_whole(rows, total.shape[2]):
-        return total + part
+def _add_rows(total: Tensor | None, part: Tensor, start: Size, like: Tensor) -> Tensor:
+    """Adds a block's gradient to its rows, in the accumulation dtype; ``like`` has the shape of the total."""
+    part = part.to(accumulation_dtype(like.dtype))
+    rows = part.shape[2]
+    if _is_whole(rows, like.shape[2]):
+        return part if total is None else total + part
+    if total is None:
+        total = torch.zeros_like(like, dtype=part.dtype)
     return total.slice_scatter(total.narrow(2, start, rows) + part, 2, start, start + rows)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
+from math import prod
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from cp_compile.attention.blocks import RingPlan, order_matters
 from cp_compile.collectives import gather_blocks, reduce_scatter_blocks, start_permute, wait
@@ -86,9 +85,9 @@ def _pack(k: Tensor, v: Tensor) -> Tensor:
 
 def _unpack(buffer: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor, Tensor]:
     """``[..., all elements]`` to ``[..., B, n, rows, D]`` and ``[..., B, n, rows, Dv]``, views."""
-    size = shapes[0].numel()
-    k = buffer.narrow(-1, 0, size).unflatten(-1, shapes[0])
-    return k, buffer.narrow(-1, size, shapes[1].numel()).unflatten(-1, shapes[1])
+    k_size, v_size = (prod(s) for s in shapes)  # torch.Size.numel() would specialise symbolic sizes
+    k, v = buffer.narrow(-1, 0, k_size), buffer.narrow(-1, k_size, v_size)
+    return k.unflatten(-1, shapes[0]), v.unflatten(-1, shapes[1])
 
 
 # A ring rank's rows of each segment lie together. On the ring alone, that is a placement of the padded segments.
@@ -124,7 +123,8 @@ def _from_order(grad: Tensor, plan: RingPlan) -> Tensor:
         pieces: list[Tensor] = []
         start: Size = 0
         for n, padded in zip(plan.kv.lengths, on_ring.lengths):
-            pieces.append(pad(grad.narrow(2, start, n), (0, 0, 0, cast(int, padded - n))))
+            zeros = grad.new_zeros(*grad.shape[:2], padded - n, grad.shape[3])  # `pad` wants plain numbers
+            pieces += [grad.narrow(2, start, n), zeros]
             start = start + n
         grad = torch.cat(pieces, 2)
     return on_ring.split(grad, 2).permute(2, 0, 1, 3, 4)
