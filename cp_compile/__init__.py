@@ -1,0 +1,24 @@
+"""Context parallelism for unmodified models, as a torch.compile backend.
+
+::
+
+    from cp_compile import cp_backend
+    model = torch.compile(model, backend=cp_backend(ulysses=2, ring=2))
+"""
+
+from ._version import __version__
+from .backend import CPBackend, cp_backend
+from .errors import CPError, MeshError, ScheduleError
+from .passes.rules import register_rule
+from .report import Report
+
+__all__ = [
+    "CPBackend",
+    "CPError",
+    "MeshError",
+    "Report",
+    "ScheduleError",
+    "__version__",
+    "cp_backend",
+    "register_rule",
+]

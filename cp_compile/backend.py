@@ -1,0 +1,163 @@
+"""The backend: what ``torch.compile(model, backend=cp_backend(...))`` calls with each graph."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import ops  # noqa: F401  (registers the ops)
+from .groups import RING, ULYSSES, build_mesh
+from .mesh import Mesh
+from .passes.axes import find_axes
+from .passes.capture import Captured, capture
+from .passes.compile import compile_graph
+from .passes.explain import explain, where_of
+from .passes.plan import make_plan
+from .passes.rewrite import Options, rewrite
+from .passes.rules.attention import ATTENTION
+from .passes.verify import describe, verify
+from .report import GraphReport, Report
+
+__all__ = ["CPBackend", "cp_backend"]
+
+log = logging.getLogger("cp_compile")
+
+Inner = Literal["inductor", "aot_eager"] | Callable[..., Any]
+
+
+def cp_backend(
+    ulysses: int = 1,
+    ring: int = 1,
+    *,
+    mesh: DeviceMesh | None = None,
+    rotate: Literal["alltoall", "allgather"] = "alltoall",
+    convert_to_fp32: bool = True,
+    inner: Inner = "inductor",
+    options: dict[str, Any] | None = None,
+    timeout: float = 60.0,
+) -> CPBackend:
+    """A torch.compile backend that runs any model with context parallelism.
+
+    ::
+
+        model = torch.compile(model, backend=cp_backend(ulysses=2, ring=2))
+
+    Every rank passes the same full inputs and gets the same full outputs.
+
+    Args:
+        ulysses: ranks among which attention heads are exchanged. The innermost dim: neighbouring ranks.
+        ring: ranks among which keys and values are passed around.
+        mesh: the ranks to use, by mesh dims called ``ring`` and ``ulysses``, in this order; other dims are the user's.
+            None for all ranks of the default process group.
+        rotate: how the ring moves keys and values: ``alltoall``, one block a step, hidden behind the attention of
+            the block before; ``allgather``, all of them at once.
+        convert_to_fp32: merge the ring's partial results in fp32, else in the dtype of the model.
+        inner: what compiles each rank's program: ``inductor``, ``aot_eager`` (for tests), or a function
+            ``inner(gm, example_inputs)`` that is used as AOTAutograd's compiler.
+        options: for the inner compiler: Inductor's configuration.
+        timeout: seconds that a rank waits for the others to compile the same graph before it raises.
+
+    Returns:
+        The backend. Its ``report`` tells what was compiled. One backend may compile several models.
+
+    Raises:
+        ValueError: an argument makes no sense. Whether the degrees fit the ranks is known at the first compile only.
+    """
+    return CPBackend(ulysses, ring, mesh, rotate, convert_to_fp32, inner, options, timeout)
+
+
+class CPBackend:
+    """See :func:`cp_backend`.
+
+    Attributes:
+        report: what was compiled so far.
+    """
+
+    def __init__(
+        self,
+        ulysses: int,
+        ring: int,
+        mesh: DeviceMesh | None,
+        rotate: Literal["alltoall", "allgather"],
+        convert_to_fp32: bool,
+        inner: Inner,
+        options: dict[str, Any] | None,
+        timeout: float,
+    ):
+        for name, degree in ((ULYSSES, ulysses), (RING, ring)):
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise ValueError(f"cp_compile: {name}={degree!r}; a degree is a whole number of ranks, at least 1")
+        if ulysses == ring == 1:
+            raise ValueError(
+                "cp_compile: ulysses=1 and ring=1 leave nothing to do in parallel. Give a degree above 1, as in "
+                "cp_backend(ulysses=2) on 2 ranks; for one process use torch.compile(model) as it is."
+            )
+        if rotate not in ("alltoall", "allgather"):
+            raise ValueError(f"cp_compile: rotate={rotate!r}; expected 'alltoall' or 'allgather'")
+        if not callable(inner) and inner not in ("inductor", "aot_eager"):
+            raise ValueError(f"cp_compile: inner={inner!r}; expected 'inductor', 'aot_eager' or a function")
+        if options and inner != "inductor":
+            raise ValueError(f"cp_compile: options={options!r} are Inductor's, but inner={inner!r}")
+        self.ulysses, self.ring = ulysses, ring
+        self.device_mesh = mesh
+        self.options = Options(rotate, convert_to_fp32)
+        self.inner, self.inner_options = inner, options
+        self.timeout = timeout
+        self.report = Report(ulysses, ring)
+        self._mesh: Mesh | None = None
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph of Dynamo's for this rank. All ranks must get here with the same graph."""
+        start = time.perf_counter()
+        number = len(self.report.graphs)
+        mesh = self._the_mesh(example_inputs)
+        captured = capture(gm, example_inputs)
+        graph = captured.module.graph
+        if not any(n.target is ATTENTION for n in graph.nodes):
+            self._note(number, gm, "no attention in this graph: it is compiled unchanged, every rank runs all of it")
+            return compile_graph(gm, example_inputs, self.inner, self.inner_options)
+        axes = find_axes(graph)
+        plan = make_plan(graph, axes, self.ring, self.ulysses)
+        training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+        local = rewrite(captured, plan, mesh, self.options, training)
+        seconds = time.perf_counter() - start
+        report = explain(graph, plan, local, mesh, self.options, number, seconds)
+        verify(describe(local.module, [*captured.prefix, *example_inputs]), mesh, _next_number(mesh), self.timeout)
+        self.report.graphs.append(report)
+        log.info(report.summary)
+        return self._finish(captured, local.module, example_inputs)
+
+    def _finish(self, captured: Captured, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        captured.carry_metadata(module)
+        compiled = compile_graph(module, [*captured.prefix, *example_inputs], self.inner, self.inner_options)
+        if not captured.prefix:
+            return compiled
+        return lambda *args: compiled(*captured.prefix, *args)
+
+    def _the_mesh(self, example_inputs: Sequence[Any]) -> Mesh:
+        if self._mesh is None:
+            device = next((x.device.type for x in example_inputs if isinstance(x, torch.Tensor)), "cpu")
+            self._mesh = build_mesh(self.ring, self.ulysses, self.device_mesh, device)
+        return self._mesh
+
+    def _note(self, number: int, gm: fx.GraphModule, note: str) -> None:
+        where = next((w for n in gm.graph.nodes if n.op == "call_function" and (w := where_of(n))), "")
+        self.report.graphs.append(GraphReport(number, note, where=where))
+        log.info("cp: %s", note)
+
+
+_compiled: dict[tuple[int, ...], int] = {}
+
+
+def _next_number(mesh: Mesh) -> int:
+    """Which compilation of these ranks this is, over all backends of the process; counted alike on every rank."""
+    key = (id(dist.group.WORLD), *mesh.ranks)
+    _compiled[key] = _compiled.get(key, 0) + 1
+    return _compiled[key]

@@ -1,0 +1,17 @@
+"""What goes wrong, in words for a person."""
+
+from __future__ import annotations
+
+__all__ = ["CPError", "MeshError", "ScheduleError"]
+
+
+class CPError(RuntimeError):
+    """Base of all errors that cp_compile raises on purpose."""
+
+
+class MeshError(CPError):
+    """No process group, or degrees that do not fit the ranks at hand."""
+
+
+class ScheduleError(CPError):
+    """Ranks that would run different collectives, or a rank that never arrived."""

@@ -1,0 +1,54 @@
+"""Every private or moving name of torch that the compiler needs, each with the reason it has no public stand-in.
+
+``tests/test_torch_names.py`` imports this module and checks each name, so that a release of torch that moves one fails
+there first, by name.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# The only capture that stops above autograd (so that the rewritten graph can still be differentiated) and hands back a
+# functional graph without wrapping it for deployment, as torch.export does.
+from torch._functorch.aot_autograd import aot_export_module
+
+# `torch.compile(backend="inductor")` resolves to this function; the public way in takes no per-call configuration that
+# also holds for the backward, which is compiled later.
+from torch._inductor.compile_fx import compile_fx
+
+# AOTAutograd as a backend factory, documented for authors of backends but kept in a private package.
+from torch._dynamo.backends.common import aot_autograd
+
+# The fake mode of the values in a graph; values of the rewritten graph must live in the same one.
+from torch._guards import detect_fake_mode
+
+# Dynamo keeps what it knows of the graph (shape environment, fake mode) here while a backend runs.
+from torch._guards import TracingContext
+
+# Sizes as expressions, and questions about them that add no guard.
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+# Rebuilds an expression of sizes from values that stand for its symbols.
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+# The key-value store of the default process group: the rendezvous that all ranks already share.
+from torch.distributed.distributed_c10d import _get_default_store
+
+__all__ = [
+    "PythonReferenceAnalysis",
+    "TracingContext",
+    "_get_default_store",
+    "aot_autograd",
+    "aot_export_module",
+    "compile_fx",
+    "detect_fake_mode",
+    "enter_autocast",
+    "exit_autocast",
+    "statically_known_true",
+    "sympy_interp",
+]
+
+# A captured graph marks its autocast regions with calls of these two.
+enter_autocast = torch.amp.autocast_mode._enter_autocast
+exit_autocast = torch.amp.autocast_mode._exit_autocast

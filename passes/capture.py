@@ -1,0 +1,185 @@
+"""From Dynamo's graph to a functional ATen graph, with attention and linear layers left whole.
+
+*Before*, Dynamo's graph calls Python functions and methods, and may write in place. *After*, every node is an ATen op
+without side effects (but for the marks of autocast and no-grad regions), written-to inputs are extra outputs, and a few
+ops that say one thing in several ways are said in one: splits are slices, ``copy`` is its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import _torch
+from .relation import Op
+
+__all__ = ["Captured", "capture"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A functional graph and how its ends fit the graph that Dynamo gave.
+
+    Attributes:
+        module: the graph; its placeholders are ``prefix`` and then Dynamo's own, its output a flat tuple.
+        prefix: parameters and buffers that Dynamo's module holds itself, in the order of the first placeholders.
+        written: for each leading output, the placeholder that it must be copied into.
+        dynamo: Dynamo's own graph.
+    """
+
+    module: fx.GraphModule
+    prefix: tuple[torch.Tensor, ...]
+    written: tuple[str, ...]
+    dynamo: fx.GraphModule
+
+    @property
+    def sources(self) -> list[fx.Node]:
+        """Dynamo's placeholders."""
+        return self.dynamo.graph.find_nodes(op="placeholder")
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return self.module.graph.find_nodes(op="placeholder")
+
+    def carry_metadata(self, module: fx.GraphModule) -> None:
+        """Tell a rewritten graph what Dynamo knew of its inputs: which are parameters that never move, say."""
+        for node, source in zip(module.graph.find_nodes(op="placeholder")[len(self.prefix) :], self.sources, strict=True):
+            node.meta = {**source.meta, **{k: v for k, v in node.meta.items() if k == "val"}}
+            if hasattr(source, "_dynamo_source"):
+                node._dynamo_source = source._dynamo_source
+        module.meta.update(self.dynamo.meta)
+        if hasattr(self.dynamo, "_param_name_to_source"):
+            module._param_name_to_source = self.dynamo._param_name_to_source
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
+    """Capture a graph at the level at which context parallelism is a rewrite. ``gm`` is not changed."""
+    prefix = tuple(dict(gm.named_parameters(remove_duplicate=False)).values())
+    prefix += tuple(dict(gm.named_buffers(remove_duplicate=False)).values())
+    module, signature = _torch.aot_export_module(gm, list(example_inputs), trace_joint=False, pre_dispatch=True)
+    names = [n.name for n in module.graph.find_nodes(op="placeholder")]
+    held = [*signature.parameters, *signature.buffers]
+    by_target = dict(zip(held, names[: len(held)]))
+    written = tuple(by_target[t] for t in signature.buffers_to_mutate.values())
+    written += tuple(signature.user_inputs_to_mutate.values())
+    _normalise(module)
+    return Captured(module, prefix, written, gm)
+
+
+def _normalise(module: fx.GraphModule) -> None:
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        change = _NORMAL_FORMS.get(node.target)
+        if change is not None:
+            with graph.inserting_before(node):
+                change(graph, node)
+    graph.eliminate_dead_code(is_impure_node=_is_impure)
+    graph.lint()
+    module.recompile()
+
+
+def _is_impure(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    return node.op == "call_function" and (
+        node.target in _REGION_MARKS or (not isinstance(node.target, torch._ops.OpOverload) and node.is_impure())
+    )
+
+
+_REGION_MARKS = {_torch.enter_autocast, _torch.exit_autocast, torch._C._set_grad_enabled}
+
+
+def call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new node with the source location of ``like`` and its own value."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {k: like.meta[k] for k in ("stack_trace", "nn_module_stack", "source_fn_stack") if k in like.meta}
+    values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    mode = _torch.detect_fake_mode(like.meta.get("val")) or _torch.detect_fake_mode(values)
+    assert mode is not None, f"{like} has no fake value"
+    with mode:
+        node.meta["val"] = target(*values[0], **values[1])
+    return node
+
+
+def _drop(graph: fx.Graph, node: fx.Node) -> None:
+    """Assertions on dtype and device of values that are what they were when traced."""
+    graph.erase_node(node)
+
+
+def _type_as(graph: fx.Graph, node: fx.Node) -> None:
+    """Only the dtype of the other tensor matters, and it is known."""
+    dtype = node.meta["val"].dtype
+    source = node.args[0]
+    if source.meta["val"].dtype != dtype:  # type: ignore[union-attr]
+        source = call(graph, node, aten._to_copy.default, source, dtype=dtype)
+    node.replace_all_uses_with(source)  # type: ignore[arg-type]
+    graph.erase_node(node)
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> None:
+    """``copy(self, src)`` is ``src``, in the shape and dtype of ``self``. It has no derivative, its parts have one."""
+    target, source = node.args[:2]
+    want, have = target.meta["val"], source.meta["val"]  # type: ignore[union-attr]
+    if have.dtype != want.dtype:
+        source = call(graph, node, aten._to_copy.default, source, dtype=want.dtype)
+    if have.device != want.device:
+        source = call(graph, node, aten._to_copy.default, source, device=want.device)
+    if len(have.shape) != len(want.shape) or any(a is not b and a != b for a, b in zip(have.shape, want.shape)):
+        shape = [n if isinstance(n, int) else call(graph, node, aten.sym_size.int, target, i) for i, n in enumerate(want.shape)]
+        source = call(graph, node, aten.expand.default, source, shape)
+    node.replace_all_uses_with(source)  # type: ignore[arg-type]
+    graph.erase_node(node)
+
+
+def _split(graph: fx.Graph, node: fx.Node) -> None:
+    """Each piece is a slice."""
+    op = Op.of(node)
+    source = op.args["self"]
+    dim = op.dim("dim", source.meta["val"].dim())
+    start: Any = 0
+    pieces = []
+    for value in node.meta["val"]:
+        size = value.shape[dim]
+        if not isinstance(start, int) or not isinstance(size, int):
+            return  # lengths that are not known: left as it is
+        pieces.append(call(graph, node, aten.slice.Tensor, source, dim, start, start + size))
+        start += size
+    _replace_items(graph, node, pieces)
+
+
+def _unbind(graph: fx.Graph, node: fx.Node) -> None:
+    """Each piece is a select."""
+    op = Op.of(node)
+    source = op.args["self"]
+    dim = op.dim("dim", source.meta["val"].dim())
+    count = len(node.meta["val"])
+    _replace_items(graph, node, [call(graph, node, aten.select.int, source, dim, i) for i in range(count)])
+
+
+def _replace_items(graph: fx.Graph, node: fx.Node, pieces: list[fx.Node]) -> None:
+    for user in list(node.users):
+        assert user.target.__name__ == "getitem", f"{node} is used whole by {user}"  # type: ignore[union-attr]
+        user.replace_all_uses_with(pieces[user.args[1]])  # type: ignore[index]
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+_NORMAL_FORMS = {
+    aten._assert_tensor_metadata.default: _drop,
+    aten.type_as.default: _type_as,
+    aten.copy.default: _copy,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.chunk.default: _split,
+    aten.unsafe_chunk.default: _split,
+    aten.unsafe_split.Tensor: _split,
+    aten.unbind.int: _unbind,
+}

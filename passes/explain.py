@@ -1,0 +1,187 @@
+"""From the plan and the rewritten graph to a report for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from ..attention import AttentionSpec, collectives, elements_sent, variant
+from ..mesh import Mesh
+from ..placement import Placement
+from ..report import AttentionReport, GatherReport, GraphReport, SegmentReport
+from .costs import bytes_of, flops_of, number
+from .plan import Plan
+from .relation import is_tensor, shape_of
+from .rewrite import Options, Rewritten
+from .rules.attention import ATTENTION
+from .rules.registry import find_rule
+from .segments import Word, leaves
+
+__all__ = ["explain", "where_of"]
+
+
+def explain(graph: fx.Graph, plan: Plan, rewritten: Rewritten, mesh: Mesh, options: Options, n: int, seconds: float) -> GraphReport:
+    """Describe one compiled graph."""
+    attentions = tuple(_attention(node, plan, mesh, options) for node in graph.nodes if node.target is ATTENTION)
+    last = max((i for i, node in enumerate(graph.nodes) if node.target is ATTENTION and node in plan.modes), default=-1)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    gathers = tuple(
+        GatherReport(
+            name=g.value.name,
+            op=_op_name(g.value),
+            reasons=tuple(dict.fromkeys(_reason(g.value, user, plan) for user in g.users)),
+            bytes_sent=_gather_bytes(g.value, plan),
+            output=place[g.value] > last,
+            inside=any(place[user] < last for user in g.users),
+            where=where_of(g.value),
+            module=_module(g.value),
+        )
+        for g in rewritten.gathers
+    )
+    reduce_bytes = sum(2 * bytes_of(node) * (mesh.degree - 1) // mesh.degree for node in rewritten.reduced)
+    work = {node: flops_of(node) for node in graph.nodes}
+    total_work = sum(work.values())
+    words = {leaves(m.word) for m in plan.modes.values()}
+    longest = [w for w in words if not any(w != o and _contains(o, w) for o in words)]
+    return GraphReport(
+        number=n,
+        axes=tuple(_axis(w, plan) for w in sorted(longest, key=lambda w: -sum(number(s.length) for s in w))),
+        attentions=attentions,
+        gathers=gathers,
+        reductions=tuple(f"{_op_name(node)} ({where_of(node)})" for node in rewritten.reduced),
+        inputs_sharded=len({s.value for s in rewritten.shards if s.value.op == "placeholder"}),
+        unknown_ops=tuple(sorted(_unknown(graph, plan))),
+        flops_sharded=sum(work[node] for node in plan.modes) / total_work if total_work else 0.0,
+        collectives=sum(a.collectives for a in attentions) + len(gathers) + len(rewritten.reduced),
+        bytes_sent=sum(a.bytes_sent for a in attentions) + sum(g.bytes_sent for g in gathers) + reduce_bytes,
+        seconds=seconds,
+        where=next((where_of(node) for node in graph.nodes if node.op == "call_function" and where_of(node)), ""),
+    )
+
+
+def where_of(node: fx.Node) -> str:
+    """``file:line`` of the model's source that a node comes from, or nothing if it is not known."""
+    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")]
+    if not frames:
+        return ""
+    parts = frames[-1].split(", ")
+    return f"{parts[0].removeprefix('File ').strip(chr(34))}:{parts[1].removeprefix('line ')}"
+
+
+def _module(node: fx.Node) -> str:
+    """Path of the innermost module that a node belongs to, as in ``transformer_blocks.0.attn``."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    for noise in ("L['self']._modules", "L['self']", "L['fn']"):
+        path = path.replace(noise, "")
+    return path.replace("['", ".").replace("']", "").replace("._modules", "").strip(".")
+
+
+def _op_name(node: fx.Node) -> str:
+    return node.name if node.op == "placeholder" else str(node.target).removesuffix(".default")
+
+
+def _attention(node: fx.Node, plan: Plan, mesh: Mesh, options: Options) -> AttentionReport:
+    op = plan.axes.ops[node]
+    mode = plan.modes.get(node)
+    kind, kernel, calls, sent = "whole", "sdpa", 0, 0
+    if mode is not None:
+        kind = "batch"
+    if mode is not None and mode.attends:
+        spec = _spec(node, plan, mesh, options, lambda p: p)
+        kind = variant(spec)
+        calls = collectives(spec)
+        shapes = [tuple(map(number, shape_of(op.args[s]))) for s in ("query", "key", "value")]
+        sent = int(elements_sent(_spec(node, plan, mesh, options, _hinted), *shapes)) * node.meta["val"].dtype.itemsize
+        kernel = _kernel(node, spec) if kind in ("ring", "unified") else "sdpa"
+    mask = op.args["attn_mask"]
+    return AttentionReport(
+        name=node.name,
+        variant=kind,
+        query=_shape(op.args["query"]),
+        key=_shape(op.args["key"]),
+        mask=None if mask is None else _shape(mask),
+        causal=bool(op.args["is_causal"]),
+        collectives=calls,
+        bytes_sent=sent,
+        kernel=kernel,
+        where=where_of(node),
+        module=_module(node),
+    )
+
+
+def _spec(node: fx.Node, plan: Plan, mesh: Mesh, options: Options, change: Callable[[Placement], Placement]) -> AttentionSpec:
+    mode = plan.modes[node]
+    kv = mode.keys[1] if mode.keys and node in plan.keys_sharded else None
+    return AttentionSpec(
+        mesh,
+        change(plan.placement(mode.word)),
+        None if kv is None else change(plan.placement(kv)),
+        causal=bool(plan.axes.ops[node].args["is_causal"]),
+        rotate=options.rotate,  # type: ignore[arg-type]
+        convert_to_fp32=options.convert_to_fp32,
+    )
+
+
+def _hinted(p: Placement) -> Placement:
+    return Placement(tuple(number(n) for n in p.lengths), p.ring, p.ulysses, p.zigzag)  # type: ignore[arg-type]
+
+
+def _kernel(node: fx.Node, spec: AttentionSpec) -> str:
+    return "logsumexp"
+
+
+def _shape(node: fx.Node) -> tuple[int | str, ...]:
+    return tuple(n if isinstance(n, int) else str(n) for n in shape_of(node))
+
+
+def _gather_bytes(node: fx.Node, plan: Plan) -> int:
+    """Each rank's rows go to every other rank."""
+    placement = _hinted(plan.placement(plan.modes[node].word))
+    rows = sum(placement.chunks) / sum(placement.lengths)
+    return int(bytes_of(node) * rows * (placement.degree - 1))
+
+
+def _reason(value: fx.Node, user: fx.Node, plan: Plan) -> str:
+    if user.op == "output":
+        return "it is an output"
+    name = _op_name(user)
+    relation = plan.axes.relations.get(user)
+    if relation is None:
+        return f"{name}: no rule for it"
+    if user in plan.modes:
+        return f"{name} needs it whole or cut along another dim"
+    if any(p in plan.axes.positions.get(user, ()) for p in plan.axes.positions.get(user, ())) and _could_shard(user, plan):
+        return f"{name}: cheaper on all tokens"
+    return f"{name}: {relation.reason}"
+
+
+def _could_shard(user: fx.Node, plan: Plan) -> bool:
+    return any(plan.axes.inputs_at(user, at) is not None for at in plan.axes.positions.get(user, ()))
+
+
+def _unknown(graph: fx.Graph, plan: Plan) -> set[str]:
+    found = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and hasattr(node.target, "_schema") and find_rule(node.target) is None:
+            if any(v in plan.axes.positions for v in node.all_input_nodes if is_tensor(v)):
+                found.add(str(node.target).removesuffix(".default"))
+    return found
+
+
+def _axis(word: Word, plan: Plan) -> SegmentReport:
+    p = plan.placement(word)
+    parts = 2 * p.degree if p.zigzag else p.degree
+    local = tuple(
+        (-(-n // parts) * (2 if p.zigzag else 1)) if isinstance(n, int) else f"ceil(({n})/{p.degree})" for n in p.lengths
+    )
+    return SegmentReport(tuple(n if isinstance(n, int) else str(n) for n in p.lengths), local, p.zigzag)
+
+
+def _contains(outer: Word, inner: Word) -> bool:
+    return any(outer[i : i + len(inner)] == inner for i in range(len(outer) - len(inner) + 1))
+
+

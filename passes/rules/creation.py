@@ -1,0 +1,31 @@
+"""Ops that make a tensor from nothing but a shape."""
+
+from __future__ import annotations
+
+import torch
+
+from ..relation import Op, Relation
+from .registry import register_rule
+
+aten = torch.ops.aten
+
+
+@register_rule(
+    aten.full,
+    aten.zeros,
+    aten.ones,
+    aten.empty.memory_format,
+    aten.new_full,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_empty,
+)
+def constant(op: Op) -> Relation:
+    """One value everywhere: any dim can be made at any length."""
+    return Relation(free=frozenset(range(len(op.shape()))), ignored=frozenset(slot for slot, _ in op.inputs()))
+
+
+@register_rule(aten.arange, aten.linspace, aten.rand, aten.randn, aten.randint, aten.randperm, aten.eye)
+def by_position(op: Op) -> Relation:
+    """Values that depend on the global index are made whole; their shards are then slices."""
+    return Relation(reason="its values depend on the global index")
