@@ -1,24 +1,33 @@
 """Tiny instances of public transformer classes, as plain data.
 
-``cases.json`` holds, for each case, a class of ``diffusers``, its constructor arguments and its inputs. Nothing in
-it is code: the loader here turns a description into a module and a dictionary of tensors. The demo, the ``explain``
-command and the tests all read the same file.
+``cases.json`` and ``more_cases.json`` hold, for each case, a class of ``diffusers``, its constructor arguments and its
+inputs. Nothing in them is code: the loader here turns a description into a module and a dictionary of tensors. The
+demo, the ``explain`` command and the tests all read the same files. The second file adds the classes that the first
+one lacks and optional branches of the larger models, named ``Class-branch``.
 
-A leaf of the data is one of ``{"value": x}``, ``{"list": [...]}``, ``{"tuple": [...]}``, ``{"dict": {...}}`` or
-``{"tensor": shape, "dtype": name}``, the last with ``"values"`` where the numbers matter (indices, timesteps).
+A leaf of the data is one of ``{"value": x}``, ``{"list": [...]}``, ``{"tuple": [...]}``, ``{"dict": {...}}``,
+``{"tensor": shape, "dtype": name}``, the last with ``"values"`` where the numbers matter (indices, timesteps), or
+``{"object": path, "init": {...}}`` for the few inputs that ``diffusers`` wants as an object of its own (a cache).
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from importlib import import_module, resources
 from typing import Any
 
 import torch
 
-__all__ = ["Case", "case", "case_names"]
+__all__ = ["UNAVAILABLE", "Case", "case", "case_names"]
+
+# Classes that run only where a package is installed that this project does not ask for, with the reason. Their cases
+# are data like all others, and are tried where the package is there.
+UNAVAILABLE: dict[str, str] = {
+    "CosmosTransformer3DModel": "torchvision: the class resizes its padding mask with torchvision.transforms",
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class Case:
 
     Attributes:
         name: what the case is called on the command line and in the docs.
-        cls: name of a class exported by ``diffusers``.
+        cls: name of a class exported by ``diffusers.models.transformers``.
         init: description of the constructor's keyword arguments.
         inputs: description of ``forward``'s keyword arguments.
     """
@@ -46,9 +55,7 @@ class Case:
         Raises:
             ImportError: ``diffusers`` is not installed, or cannot provide this class.
         """
-        import diffusers
-
-        model = getattr(diffusers, self.cls)(**{k: _build(v, None) for k, v in self.init.items()})
+        model = self._class()(**{k: _build(v, None) for k, v in self.init.items()})
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for p in model.parameters():
@@ -61,7 +68,12 @@ class Case:
         """Fresh inputs for ``forward``; floating tensors have ``dtype``. The same seed gives the same numbers."""
         generator = torch.Generator().manual_seed(seed)
         values = {k: _build(v, generator, dtype) for k, v in self.inputs.items()}
-        return {**values, "return_dict": False}
+        if "return_dict" in inspect.signature(self._class().forward).parameters:
+            values["return_dict"] = False
+        return values
+
+    def _class(self) -> type[torch.nn.Module]:
+        return getattr(import_module("diffusers.models.transformers"), self.cls)
 
 
 def _build(spec: Any, generator: torch.Generator | None, dtype: torch.dtype = torch.float32) -> Any:
@@ -73,6 +85,11 @@ def _build(spec: Any, generator: torch.Generator | None, dtype: torch.dtype = to
         return tuple(_build(s, generator, dtype) for s in spec["tuple"])
     if "dict" in spec:
         return {_key(k): _build(s, generator, dtype) for k, s in spec["dict"].items()}
+    if "object" in spec:
+        module, _, name = spec["object"].rpartition(".")
+        if not module.startswith("diffusers."):
+            raise ValueError(f"the data may name objects of diffusers only, not {spec['object']!r}")
+        return getattr(import_module(module), name)(**{k: _build(s, generator, dtype) for k, s in spec["init"].items()})
     kind = getattr(torch, spec["dtype"])
     if "values" in spec:
         tensor = torch.tensor(spec["values"], dtype=kind).reshape(spec["tensor"])
@@ -88,12 +105,12 @@ def _key(name: str) -> str | int:
 
 @cache
 def _cases() -> dict[str, Case]:
-    text = resources.files(__package__).joinpath("cases.json").read_text(encoding="utf-8")
-    return {c["name"]: Case(**c) for c in json.loads(text)}
+    files = [resources.files(__package__).joinpath(name) for name in ("cases.json", "more_cases.json")]
+    return {c["name"]: Case(**c) for file in files for c in json.loads(file.read_text(encoding="utf-8"))}
 
 
 def case_names() -> list[str]:
-    """Names of all cases, in the order of the file."""
+    """Names of all cases, in the order of the files."""
     return list(_cases())
 
 
