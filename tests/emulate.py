@@ -38,6 +38,7 @@ class Stats:
 
     calls: list[str] = field(default_factory=list)
     elements: int = 0
+    dtypes: set[torch.dtype] = field(default_factory=set)
 
     @property
     def collectives(self) -> int:
@@ -118,6 +119,7 @@ class _Rank(TorchDispatchMode):
             return args[0]
         out = getattr(self, name)(*args, **kwargs)
         self.counts.calls.append(name)
+        self.counts.dtypes.add(out.dtype)
         self.pending[out.untyped_storage()._cdata] = out
         return out
 

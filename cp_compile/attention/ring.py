@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from cp_compile.attention.blocks import Block, RingPlan, order_matters
 from cp_compile.attention.heads import HeadPlan, plan_heads
@@ -28,7 +29,7 @@ from cp_compile.attention.travel import KeyGrads, Keys
 from cp_compile.attention.ulysses import exchange_heads
 from cp_compile.placement import Size
 
-__all__ = ["ring_attention", "ring_kernel", "unified_attention"]
+__all__ = ["plan_ring", "ring_attention", "unified_attention"]
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
@@ -58,21 +59,34 @@ def unified_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec
     return exchange_heads(q, k, v, mask, spec, placements, order_matters(spec, mask is not None), inner)
 
 
-def _ring(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: HeadPlan, spec: AttentionSpec) -> Tensor:
+def plan_ring(q: Tensor, v: Tensor, mask: Tensor | None, heads: HeadPlan, spec: AttentionSpec) -> RingPlan:
+    """How the ring serves an attention; its ``kernel.name`` is for the report.
+
+    Args:
+        q: ``[B, heads.q_local, rows, D]``.
+        v: ``[B, heads.kv_local, rows, Dv]``.
+        mask: None, or of four dims.
+        heads: the heads of this rank.
+        spec: the attention.
+    """
     assert spec.kv is not None
     scale = 1.0 / math.sqrt(q.shape[3]) if spec.scale is None else spec.scale
     learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-    dims = int(q.shape[3]), int(v.shape[3])
     plan = RingPlan(spec, spec.kv, heads, MATH, scale, mask is not None)
-    plan = replace(plan, kernel=choose(
-        q.device.type, q.dtype, *dims, bias=plan.biased, weights=spec.dropout_p > 0, scores_grad=learned))
-    seed = torch.randint(2**32, (), device=q.device) if spec.dropout_p > 0 else None
-    return cast(Tensor, _RingAttention.apply(q, k, v, mask, seed, plan))
+    kernel = choose(
+        q.device.type, q.dtype, int(q.shape[3]), int(v.shape[3]), bias=plan.biased, weights=spec.dropout_p > 0,
+        scores_grad=learned)
+    return replace(plan, kernel=kernel)
 
 
-def ring_kernel(plan: RingPlan) -> str:
-    """Name of the kernel, for the report."""
-    return plan.kernel.name
+def _ring(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: HeadPlan, spec: AttentionSpec) -> Tensor:
+    seed = _draw_seed(q.device) if spec.dropout_p > 0 else None
+    return cast(Tensor, _RingAttention.apply(q, k, v, mask, seed, plan_ring(q, v, mask, heads, spec)))
+
+
+def _draw_seed(device: torch.device) -> Tensor:
+    """From the default generator: ranks may draw different ones, no two of them compute the same weight."""
+    return torch.randint(2**32, (), device=device)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -290,4 +304,4 @@ def _add_scores(dmask: Tensor, ds: Tensor, columns: Tensor) -> Tensor:
 
 
 def _is_whole(rows: Size, all_rows: Size) -> bool:
-    return rows is all_rows or (isinstance(rows, int) and isinstance(all_rows, int) and rows == all_rows)
+    return statically_known_true(rows == all_rows)

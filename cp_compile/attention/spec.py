@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
 from cp_compile.attention.heads import plan_heads
 from cp_compile.mesh import Mesh
 from cp_compile.placement import Placement, Size
@@ -65,11 +67,9 @@ def same_placement(a: Placement | None, b: Placement | None) -> bool:
     """Equality that adds no guard on symbolic lengths: two that are not known to be equal are not."""
     if a is None or b is None:
         return a is b
-    if a is b:
-        return True
     if (a.ring, a.ulysses, a.zigzag, len(a.lengths)) != (b.ring, b.ulysses, b.zigzag, len(b.lengths)):
         return False
-    return all(x is y or (isinstance(x, int) and isinstance(y, int) and x == y) for x, y in zip(a.lengths, b.lengths))
+    return all(statically_known_true(x == y) for x, y in zip(a.lengths, b.lengths))
 
 
 def collectives(spec: AttentionSpec) -> int:
