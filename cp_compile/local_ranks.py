@@ -17,6 +17,7 @@ import importlib
 import multiprocessing as mp
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -35,19 +36,25 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 
-__all__ = ["LocalRanks", "RankError"]
+from cp_compile.errors import CPError
+
+__all__ = ["LOOPBACK", "LocalRanks", "RankError"]
 
 _HOST = "127.0.0.1"
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+# The network interface that gloo is to use, so that no host name has to be looked up.
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 # How long the others may go on after one rank failed: long enough to say that they failed too, and of what.
 _GRACE_S = 3.0
+
+# How long a worker has to end by itself once its pipe is closed.
+_END_S = 3.0
 
 # Importing torch and diffusers in several processes at once on a busy machine.
 _START_S = 300.0
 
 
-class RankError(RuntimeError):
+class RankError(CPError):
     """At least one rank did not finish; the message names each and says why, with the traceback."""
 
 
@@ -67,9 +74,10 @@ class _Worker:
     log: Path
 
     def stop(self) -> None:
+        self.conn.close()  # an idle worker ends by itself
+        self.process.join(_END_S)
         self.process.kill()
         self.process.join()
-        self.conn.close()
         self.log.unlink(missing_ok=True)
 
     def stacks(self) -> str:
@@ -110,6 +118,8 @@ class LocalRanks:
 
     def close(self) -> None:
         """Ends all workers."""
+        for worker in self._workers:
+            worker.conn.close()  # all at once, so that they end side by side
         for worker in self._workers:
             worker.stop()
         self._workers = []
@@ -186,9 +196,11 @@ class LocalRanks:
             watched = [x for w in waiting.values() for x in (w.conn, w.process.sentinel)]
             ready = wait(watched, max(0.0, deadline - time.monotonic()))
             if not ready:
-                why = "when another rank failed" if failures else f"after {time.monotonic() - start:.0f} s"
+                late = not failures
                 for rank, worker in waiting.items():
-                    failures[rank] = f"was still running {why}\n{worker.stacks()}"
+                    after = f"after {time.monotonic() - start:.0f} s, here:\n"
+                    where = after + worker.stacks() if late else "when another rank failed"
+                    failures[rank] = f"was still running {where}"
                 break
             for rank, worker in list(waiting.items()):
                 if worker.conn not in ready and worker.process.sentinel not in ready:
@@ -221,7 +233,7 @@ def _told(failures: dict[int, str]) -> str:
     """Each failure once: ranks that failed alike share one entry."""
     alike: dict[str, list[int]] = {}
     for rank, text in failures.items():
-        alike.setdefault(text, []).append(rank)
+        alike.setdefault(re.sub(r"0x[0-9a-f]+", "0x...", text), []).append(rank)
     return "\n".join(f"--- {_listed(ranks)}: {text}" for text, ranks in alike.items())
 
 
@@ -229,7 +241,8 @@ def _serve(conn: Connection, port: int, imports: tuple[str, ...], log: str) -> N
     """A worker's life: import, then run tasks until the parent closes the pipe."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its workers
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    os.dup2(2, 1)  # stdout is the parent's, for its results
     torch.set_num_threads(1)
     inductor_config.compile_threads = 1  # the ranks already compile side by side
     with open(log, "w") as stacks:
