@@ -11,6 +11,7 @@ A placement is an index function and nothing more: which global row is local row
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -78,10 +79,11 @@ class Placement:
         """
         rows = self.ulysses * self.chunks[segment]
         if not self.zigzag:
-            return torch.arange(rows, device=device) + ring_rank * rows
+            return torch.arange(cast(int, rows), device=device) + cast(int, ring_rank * rows)
         half = rows // 2
-        offset = torch.arange(half, device=device)
-        return torch.cat([offset + ring_rank * half, offset + (2 * self.ring - 1 - ring_rank) * half])
+        offset = torch.arange(cast(int, half), device=device)
+        starts = ring_rank * half, (2 * self.ring - 1 - ring_rank) * half
+        return torch.cat([offset + cast(int, start) for start in starts])
 
     def rows(self, rank: int, device: torch.device | str) -> Tensor:
         """Global row of every local row of ``rank`` (``ring_rank * ulysses + ulysses_rank``): int64 ``[local]``."""
@@ -92,11 +94,13 @@ class Placement:
         return self._local(rank, device)[1]
 
     def _local(self, rank: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        rows, valid, start = [], [], 0
+        rows: list[Tensor] = []
+        valid: list[Tensor] = []
+        start: Size = 0
         for s, (n, c) in enumerate(zip(self.lengths, self.chunks)):
             position = self.positions(s, rank // self.ulysses, device).narrow(0, rank % self.ulysses * c, c)
-            rows.append(position.clamp(max=n - 1) + start)
-            valid.append(position < n)
+            rows.append(position.clamp(max=cast(int, n - 1)) + cast(int, start))
+            valid.append(position < cast(int, n))
             start = start + n
         return torch.cat(rows), torch.cat(valid)
 
@@ -106,11 +110,13 @@ class Placement:
         Returns:
             int64 ``[ulysses * local]`` global rows, clamped to the segment, and bool of the same shape: not padding.
         """
-        rows, valid, start = [], [], 0
+        rows: list[Tensor] = []
+        valid: list[Tensor] = []
+        start: Size = 0
         for s, n in enumerate(self.lengths):
             position = self.positions(s, ring_rank, device)
-            rows.append(position.clamp(max=n - 1) + start)
-            valid.append(position < n)
+            rows.append(position.clamp(max=cast(int, n - 1)) + cast(int, start))
+            valid.append(position < cast(int, n))
             start = start + n
         return torch.cat(rows), torch.cat(valid)
 
@@ -124,7 +130,8 @@ class Placement:
         Returns:
             ``[..., total, ...]``.
         """
-        out, start = [], 0
+        out: list[Tensor] = []
+        start: Size = 0
         for n, c in zip(self.lengths, self.chunks):
             piece = blocks.narrow(dim + 1, start, c)
             start = start + c
@@ -146,7 +153,8 @@ class Placement:
         Returns:
             ``[..., degree, local, ...]``.
         """
-        out, start = [], 0
+        out: list[Tensor] = []
+        start: Size = 0
         for n, c in zip(self.lengths, self.chunks):
             piece = x.narrow(dim, start, n)
             start = start + n

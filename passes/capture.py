@@ -7,6 +7,7 @@ ops that say one thing in several ways are said in one: splits are slices, ``cop
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,8 @@ class Captured:
 
     Attributes:
         module: the graph; its placeholders are ``prefix`` and then Dynamo's own, its output a flat tuple.
-        prefix: parameters and buffers that Dynamo's module holds itself, in the order of the first placeholders.
+        prefix: tensors that the graph itself holds (constants, and parameters that Dynamo did not make inputs), in the
+            order of the first placeholders.
         written: for each leading output, the placeholder that it must be copied into.
         dynamo: Dynamo's own graph.
     """
@@ -49,6 +51,9 @@ class Captured:
 
     def carry_metadata(self, module: fx.GraphModule) -> None:
         """Tell a rewritten graph what Dynamo knew of its inputs: which are parameters that never move, say."""
+        for node in module.graph.find_nodes(op="placeholder")[: len(self.prefix)]:
+            node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+            node._dynamo_source = None  # nobody can pass another one in, so there is nothing to guard
         for node, source in zip(module.graph.find_nodes(op="placeholder")[len(self.prefix) :], self.sources, strict=True):
             node.meta = {**source.meta, **{k: v for k, v in node.meta.items() if k == "val"}}
             if hasattr(source, "_dynamo_source"):
@@ -68,8 +73,29 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     by_target = dict(zip(held, names[: len(held)]))
     written = tuple(by_target[t] for t in signature.buffers_to_mutate.values())
     written += tuple(signature.user_inputs_to_mutate.values())
+    prefix = (*_lift_constants(module), *prefix)
     _normalise(module)
     return Captured(module, prefix, written, gm)
+
+
+def _lift_constants(module: fx.GraphModule) -> list[torch.Tensor]:
+    """Make tensors that the graph holds its first inputs, as all others are."""
+    lifted: dict[str, fx.Node] = {}
+    tensors = []
+    first = next(iter(module.graph.nodes))
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(str(node.target))(module)
+        if not isinstance(value, torch.Tensor):
+            continue  # the child graph of a higher-order op
+        name = str(node.target)
+        if name not in lifted:
+            with module.graph.inserting_before(first):
+                lifted[name] = module.graph.placeholder(name.replace(".", "_"))
+            lifted[name].meta = dict(node.meta)
+            tensors.append(value)
+        node.replace_all_uses_with(lifted[name])
+        module.graph.erase_node(node)
+    return tensors
 
 
 def _normalise(module: fx.GraphModule) -> None:

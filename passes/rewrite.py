@@ -110,7 +110,7 @@ class _Rewriter:
         self.cut: dict[tuple[fx.Node, Position, Word], fx.Node] = {}
         self.scaled: dict[fx.Node, fx.Node] = {}
         self.gather_users: dict[fx.Node, list[fx.Node]] = {}
-        self.result = Rewritten(fx.GraphModule(captured.module, self.graph))
+        self.result = Rewritten(fx.GraphModule({}, self.graph))
         self.partial = _partial_gradients(self.source, plan) if training else set()
 
     def run(self) -> Rewritten:
@@ -133,8 +133,9 @@ class _Rewriter:
             else:
                 self._whole(node)
         self.result.gathers = [Gathered(v, tuple(users)) for v, users in self.gather_users.items()]
-        self.graph.lint()
-        self.result.module.recompile()
+        # Made anew, now that the graph is whole: a GraphModule takes from its root what its graph names.
+        self.result.module = fx.GraphModule(self.captured.module, self.graph)
+        self.result.module.graph.lint()
         return self.result
 
     # Nodes

@@ -162,4 +162,3 @@ class RingPlan:
         if index is None and not self.kernel.grouped and self.heads.q_local != self.heads.kv_local:
             index = torch.arange(self.heads.q_local, device=k.device) // (self.heads.q_local // self.heads.kv_local)
         return index
-

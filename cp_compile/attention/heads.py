@@ -113,7 +113,8 @@ def plan_heads(q_heads: int, kv_heads: int, ranks: int) -> HeadPlan:
     """
     if q_heads % kv_heads:
         raise ValueError(
-            f"cp_compile: {q_heads} query heads cannot share {kv_heads} key heads; expected a multiple of {kv_heads}")
+            f"cp_compile: {q_heads} query heads cannot share {kv_heads} key heads; expected a multiple of {kv_heads}"
+        )
     local = -(-q_heads // ranks)
     group = q_heads // kv_heads
     if kv_heads % ranks == 0 or group == 1:

@@ -95,8 +95,16 @@ def _cpu_forward(
 
 
 def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
-    scale: float, weights: Tensor | None,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    weights: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     op = _aten._scaled_dot_product_flash_attention_for_cpu_backward
     return *op(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale), None
@@ -113,8 +121,16 @@ def _flash_forward(
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
-    scale: float, weights: Tensor | None,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    weights: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     offset = torch.zeros((), dtype=torch.uint64, device=q.device)
@@ -149,8 +165,16 @@ def _efficient_forward(
 
 
 def _efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
-    scale: float, weights: Tensor | None,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    weights: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     zero = torch.zeros((), dtype=torch.int64, device=q.device)
     lse = _zeros_after(lse, -q.shape[2] % 32)
@@ -172,14 +196,21 @@ def _cudnn_forward(
 
 
 def _cudnn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
-    scale: float, weights: Tensor | None,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    weights: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     zero = torch.zeros((), dtype=torch.int64, device=q.device)
     op = _aten._scaled_dot_product_cudnn_attention_backward
     lse, bias, rows, columns = lse.contiguous().unsqueeze(3), _aligned(bias, q, k), q.shape[2], k.shape[2]
-    grads = op(
-        grad, q, k, v, out, lse, zero, zero, bias, None, None, rows, columns, 0.0, causal, scale=scale)
+    grads = op(grad, q, k, v, out, lse, zero, zero, bias, None, None, rows, columns, 0.0, causal, scale=scale)
     return *grads, None
 
 
@@ -218,8 +249,16 @@ def _math_forward(
 
 
 def _math_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
-    scale: float, weights: Tensor | None,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    weights: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype)
     q, k, v, grad = q.to(dtype), k.to(dtype), v.to(dtype), grad.to(dtype)

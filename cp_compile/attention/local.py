@@ -22,7 +22,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSp
     if mask is not None and mask.dtype not in wide:
         mask = mask.to(q.dtype)
     return scaled_dot_product_attention(
-        q, k, v, mask, spec.dropout_p, causal, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1])
+        q, k, v, mask, spec.dropout_p, causal, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:

@@ -74,8 +74,14 @@ def plan_ring(q: Tensor, v: Tensor, mask: Tensor | None, heads: HeadPlan, spec: 
     learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     plan = RingPlan(spec, spec.kv, heads, MATH, scale, mask is not None)
     kernel = choose(
-        q.device.type, q.dtype, int(q.shape[3]), int(v.shape[3]), bias=plan.biased, weights=spec.dropout_p > 0,
-        scores_grad=learned)
+        q.device.type,
+        q.dtype,
+        int(q.shape[3]),
+        int(v.shape[3]),
+        bias=plan.biased,
+        weights=spec.dropout_p > 0,
+        scores_grad=learned,
+    )
     return replace(plan, kernel=kernel)
 
 
@@ -159,8 +165,7 @@ def _backward(
         bias = plan.bias(step, bias_rows, q.device, q.dtype)
         weights = plan.weights(step, seed, q)
         for block in plan.blocks(step, q.shape[2], k_step.shape[2]):
-            b_dq, b_dk, b_dv, ds = _attend_backward(
-                grad, rows, k_step, v_step, bias, weights, out, lse, block, plan)
+            b_dq, b_dk, b_dv, ds = _attend_backward(grad, rows, k_step, v_step, bias, weights, out, lse, block, plan)
             dq = _add_rows(dq, b_dq, block.q_start, q)
             dk = _add_rows(dk, b_dk, block.k_start, k_step)
             dv = _add_rows(dv, b_dv, block.k_start, v_step)

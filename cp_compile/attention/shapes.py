@@ -41,7 +41,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Att
     for name, x, rows in expected:
         if isinstance(rows, int) and isinstance(x.shape[-2], int) and x.shape[-2] != rows:
             raise ValueError(
-                f"cp_compile: {name} of shape {tuple(x.shape)} has {x.shape[-2]} rows; its placement has {rows}")
+                f"cp_compile: {name} of shape {tuple(x.shape)} has {x.shape[-2]} rows; its placement has {rows}"
+            )
 
 
 def to_4d(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -51,7 +51,8 @@ class AttentionSpec:
             if p is not None and (p.ring, p.ulysses) != (self.mesh.ring, self.mesh.ulysses):
                 raise ValueError(
                     f"cp_compile: {name} is placed on ring={p.ring} ulysses={p.ulysses}, "
-                    f"the mesh has ring={self.mesh.ring} ulysses={self.mesh.ulysses}")
+                    f"the mesh has ring={self.mesh.ring} ulysses={self.mesh.ulysses}"
+                )
 
 
 def variant(spec: AttentionSpec) -> Variant:

@@ -84,7 +84,8 @@ def exchange_heads(
     beside = same_placement(spec.q, spec.kv)
     batch, q_dim, v_dim = q.shape[0], q.shape[3], v.shape[3]
     received = _split_like(
-        all_to_all(torch.cat(parts if beside else [p.flatten(1) for p in parts], -1), group, size), parts)
+        all_to_all(torch.cat(parts if beside else [p.flatten(1) for p in parts], -1), group, size), parts
+    )
     shapes = ((batch, heads.q_local, q_dim), (batch, heads.kv_local, q_dim), (batch, heads.kv_local, v_dim))
     q_placement, kv_placement = placements
     rows = []

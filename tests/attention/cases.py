@@ -85,8 +85,16 @@ class Case:
     def spec_of(self, mesh: Mesh) -> AttentionSpec:
         q, kv = self.placements()
         return AttentionSpec(
-            mesh, q, None if self.replicated else kv, causal=self.causal, scale=self.scale,
-            enable_gqa=self.q_heads != self.kv_heads, rotate=self.rotate, convert_to_fp32=self.fp32, **self.spec)
+            mesh,
+            q,
+            None if self.replicated else kv,
+            causal=self.causal,
+            scale=self.scale,
+            enable_gqa=self.q_heads != self.kv_heads,
+            rotate=self.rotate,
+            convert_to_fp32=self.fp32,
+            **self.spec,
+        )
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
         """q, k, v, mask and the gradient of the output, whole."""

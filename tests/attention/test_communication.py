@@ -21,7 +21,8 @@ pytestmark = pytest.mark.fast
 def test_a_self_attention_sends_the_theoretical_minimum(degree: int, variant: str) -> None:
     ring, ulysses = (1, degree) if variant == "ulysses" else (degree, 1)
     case = Case(
-        ring, ulysses, (64,), q_heads=8, kv_heads=8, rotate="allgather" if variant == "gathered ring" else "alltoall")
+        ring, ulysses, (64,), q_heads=8, kv_heads=8, rotate="allgather" if variant == "gathered ring" else "alltoall"
+    )
     q, k, v, _, _ = case.inputs()
     placement, _ = case.placements()
     a = q.numel()

@@ -54,8 +54,9 @@ def test_forward_and_backward_of_the_ring_drop_the_same_weights(
     n: int, u: int, rotate: str, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring, "_draw_seed", lambda device: torch.tensor(7))
-    case = Case(n, u, (7, 6), rotate=rotate, causal=causal, zigzag=causal, q_heads=6, kv_heads=3,
-                spec={"dropout_p": 0.5})
+    case = Case(
+        n, u, (7, 6), rotate=rotate, causal=causal, zigzag=causal, q_heads=6, kv_heads=3, spec={"dropout_p": 0.5}
+    )
     q, k, v, _, grad = case.inputs()
     placement, _ = case.placements()
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]

@@ -63,4 +63,5 @@ def _with_heads(q_heads: int, kv_heads: int):  # type: ignore[no-untyped-def]
     from cp_compile.attention import attention
 
     return lambda q, k, v, mask, spec: attention(
-        q[:, :1].expand(-1, q_heads, -1, -1), k[:, :kv_heads], v[:, :kv_heads], mask, spec)
+        q[:, :1].expand(-1, q_heads, -1, -1), k[:, :kv_heads], v[:, :kv_heads], mask, spec
+    )

@@ -58,12 +58,20 @@ def test_cross_attention_with_a_text_mask(ring: int, ulysses: int, rotate: str) 
 @MESHES
 @pytest.mark.parametrize("dims", ["BHSS", "1H11", "11SS", "B1S1", ".HSS"])
 @pytest.mark.parametrize("replicated", [False, True])
-def test_a_learned_bias_gets_its_gradient(
-    ring: int, ulysses: int, rotate: str, dims: str, replicated: bool
-) -> None:
-    check(Case(
-        ring, ulysses, (9, 4), rotate=rotate, mask=Mask("bias", dims, torch.float64), learned=True,
-        replicated=replicated, q_heads=6, kv_heads=3))
+def test_a_learned_bias_gets_its_gradient(ring: int, ulysses: int, rotate: str, dims: str, replicated: bool) -> None:
+    check(
+        Case(
+            ring,
+            ulysses,
+            (9, 4),
+            rotate=rotate,
+            mask=Mask("bias", dims, torch.float64),
+            learned=True,
+            replicated=replicated,
+            q_heads=6,
+            kv_heads=3,
+        )
+    )
 
 
 def _masked(case: Case, mask: Tensor) -> None:

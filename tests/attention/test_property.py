@@ -41,19 +41,34 @@ def cases(draw: st.DrawFn) -> Case:
         float_dtype = draw(st.sampled_from([torch.float32, dtype]))
         mask = Mask(kind, dims, float_dtype, draw(st.sampled_from([0.0, 0.3, 1.0])))
     return Case(
-        ring, ulysses, q_lengths, kv_lengths,
-        batch=draw(st.sampled_from([1, 2])), q_heads=q_heads, kv_heads=kv_heads,
-        dim=dim, v_dim=draw(st.sampled_from([dim, dim, 5])),
-        mask=mask, learned=mask is not None and kind == "bias" and draw(st.booleans()),
-        causal=kind == "causal", zigzag=draw(st.booleans()), replicated=draw(st.sampled_from([False, False, True])),
-        rotate=draw(st.sampled_from(["alltoall", "allgather"])), dtype=dtype,
-        scale=draw(st.sampled_from([None, 0.3])), seed=draw(st.integers(0, 3)),
+        ring,
+        ulysses,
+        q_lengths,
+        kv_lengths,
+        batch=draw(st.sampled_from([1, 2])),
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        v_dim=draw(st.sampled_from([dim, dim, 5])),
+        mask=mask,
+        learned=mask is not None and kind == "bias" and draw(st.booleans()),
+        causal=kind == "causal",
+        zigzag=draw(st.booleans()),
+        replicated=draw(st.sampled_from([False, False, True])),
+        rotate=draw(st.sampled_from(["alltoall", "allgather"])),
+        dtype=dtype,
+        scale=draw(st.sampled_from([None, 0.3])),
+        seed=draw(st.integers(0, 3)),
     )
 
 
 @settings(
-    max_examples=int(os.environ.get("CP_DRAWS", "300")), deadline=None, database=None, print_blob=False,
-    suppress_health_check=list(HealthCheck))
+    max_examples=int(os.environ.get("CP_DRAWS", "300")),
+    deadline=None,
+    database=None,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
 @given(case=cases())
 def test_every_attention_equals_float64_math_on_one_process(case: Case) -> None:
     check(case)

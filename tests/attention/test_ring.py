@@ -118,8 +118,9 @@ def test_plain_math_serves_everything() -> None:
 
 def _error(ring: int, ulysses: int, rotate: str = "alltoall") -> tuple[float, float]:
     """Root mean square errors against float64: of every rank's rows, and of SDPA in the same dtype."""
-    case = Case(ring, ulysses, (512,), batch=1, q_heads=8, kv_heads=8, dim=64, v_dim=64, dtype=torch.bfloat16,
-                rotate=rotate)
+    case = Case(
+        ring, ulysses, (512,), batch=1, q_heads=8, kv_heads=8, dim=64, v_dim=64, dtype=torch.bfloat16, rotate=rotate
+    )
     q, k, v, _, _ = case.inputs()
     want = reference(q.double(), k.double(), v.double(), None, False, None)
     plain = torch.nn.functional.scaled_dot_product_attention(q, k, v)
