@@ -83,7 +83,7 @@ class Placement:
         half = rows // 2
         offset = torch.arange(cast(int, half), device=device)
         starts = ring_rank * half, (2 * self.ring - 1 - ring_rank) * half
-        return torch.cat([offset + cast(int, start) for start in starts])
+        return torch.cat([offset + start for start in starts])
 
     def rows(self, rank: int, device: torch.device | str) -> Tensor:
         """Global row of every local row of ``rank`` (``ring_rank * ulysses + ulysses_rank``): int64 ``[local]``."""
@@ -160,7 +160,7 @@ class Placement:
             start = start + n
             if not _same(n, c * self.degree):
                 last = piece.narrow(dim, n - 1, 1)
-                shape = list(last.shape)
+                shape: list[Size] = list(last.shape)
                 shape[dim] = c * self.degree - n
                 piece = torch.cat([piece, last.expand(shape)], dim)
             if self.zigzag:

@@ -160,7 +160,7 @@ class _Rank(TorchDispatchMode):
         return torch.stack([y for (y,) in values]).sum(0)
 
 
-def emulate(ring: int, ulysses: int, fn: Callable[[Mesh], T], timeout: float = 20.0) -> list[T]:
+def emulate(ring: int, ulysses: int, fn: Callable[[Mesh], T], timeout: float = 120.0) -> list[T]:
     """Runs ``fn(mesh)`` on every rank of a mesh at once and returns the results in rank order.
 
     The first error of any rank is raised here; ranks that wait for it are released. Backward may be called in ``fn``:
