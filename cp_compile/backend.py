@@ -125,7 +125,7 @@ class CPBackend:
             return compile_graph(gm, example_inputs, self.inner, self.inner_options)
         axes = find_axes(graph)
         plan = make_plan(graph, axes, self.ring, self.ulysses)
-        training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+        training = torch.is_grad_enabled() and any(captured.trained)
         local = rewrite(captured, plan, mesh, self.options, training)
         seconds = time.perf_counter() - start
         report = explain(graph, plan, local, mesh, self.options, number, seconds)

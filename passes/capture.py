@@ -33,12 +33,14 @@ class Captured:
             order of the first placeholders.
         written: for each leading output, the placeholder that it must be copied into.
         dynamo: Dynamo's own graph.
+        trained: for each placeholder, whether its gradient is wanted.
     """
 
     module: fx.GraphModule
     prefix: tuple[torch.Tensor, ...]
     written: tuple[str, ...]
     dynamo: fx.GraphModule
+    trained: tuple[bool, ...]
 
     @property
     def sources(self) -> list[fx.Node]:
@@ -74,8 +76,9 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     written = tuple(by_target[t] for t in signature.buffers_to_mutate.values())
     written += tuple(signature.user_inputs_to_mutate.values())
     prefix = (*_lift_constants(module), *prefix)
+    trained = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in (*prefix, *example_inputs))
     _normalise(module)
-    return Captured(module, prefix, written, gm)
+    return Captured(module, prefix, written, gm, trained)
 
 
 def _lift_constants(module: fx.GraphModule) -> list[torch.Tensor]:

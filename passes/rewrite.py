@@ -300,7 +300,7 @@ class _Rewriter:
         self.placeholders = dict(self.whole)
         bucket: list[fx.Node] = []
         size = 0
-        wanted = [n for n in placeholders if is_tensor(n) and n.meta["val"].requires_grad and n in self.partial]
+        wanted = [n for n, trained in zip(placeholders, self.captured.trained) if trained and n in self.partial]
         for node in wanted:
             bucket.append(node)
             size += node.meta["val"].numel() * node.meta["val"].dtype.itemsize

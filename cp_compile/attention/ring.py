@@ -14,6 +14,7 @@ Dropout is decided by a hash (dropout.py) and applied by the plain math kernel. 
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -95,6 +96,10 @@ def _draw_seed(device: torch.device) -> Tensor:
     return torch.randint(2**32, (), device=device)
 
 
+def _no_autocast(device: str) -> AbstractContextManager[object]:
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 class _RingAttention(torch.autograd.Function):
     """q ``[B, H, Lq, D]``, k ``[B, n, Lk, D]``, v ``[B, n, Lk, Dv]``: one ring chunk each, this rank's heads."""
 
@@ -102,7 +107,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, plan: RingPlan
     ) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):
+        with _no_autocast(q.device.type):
             out, lse = _forward(q, k, v, mask, seed, plan)
         ctx.save_for_backward(q, k, v, mask, seed, out, lse)
         ctx.plan = plan
@@ -111,7 +116,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, mask, seed, out, lse = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
+        with _no_autocast(q.device.type):
             return *_backward(grads[0], q, k, v, mask, seed, out, lse, ctx.plan, ctx.needs_input_grad[3]), None, None
 
 
