@@ -10,6 +10,7 @@ Sizes are never compared to guess a meaning. A channel count that happens to equ
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -142,10 +143,17 @@ class Axes:
                     yield part, Position(e, 1, at.inner), inside
 
 
-def find_axes(graph: fx.Graph) -> Axes:
-    """Find the token axes of a functional ATen graph whose nodes carry ``meta["val"]``. Changes nothing in it."""
+def find_axes(graph: fx.Graph, seeds: Iterable[tuple[fx.Node, Position, Word]] = ()) -> Axes:
+    """Find the token axes of a functional ATen graph whose nodes carry ``meta["val"]``. Changes nothing in it.
+
+    Args:
+        graph: the graph.
+        seeds: places, besides its attentions, where an axis is known to lie.
+    """
     axes = Axes(graph)
     spread = _Spread(axes)
+    for value, at, word in seeds:
+        spread.tie(value, at, word)
     for node in graph.nodes:
         if node.target is ATTENTION:
             op = axes.ops[node]
