@@ -140,7 +140,12 @@ class Placement:
                 piece = piece.flatten(dim, dim + 1).unflatten(dim, (self.ring, 2, half))
                 piece = torch.cat([piece.select(dim + 1, 0), piece.select(dim + 1, 1).flip(dim)], dim)
             piece = piece.flatten(dim, dim + 1)
-            out.append(piece if _same(piece.shape[dim], n) else piece.narrow(dim, 0, n))
+            if not (isinstance(n, int) and isinstance(c, int)):
+                # By index: a view's strides would depend on whether the last row is padding, and so become a guard.
+                piece = piece.index_select(dim, torch.arange(n, device=piece.device))
+            elif not _same(piece.shape[dim], n):
+                piece = piece.narrow(dim, 0, n)
+            out.append(piece)
         return out[0] if len(out) == 1 else torch.cat(out, dim)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
@@ -158,7 +163,10 @@ class Placement:
         for n, c in zip(self.lengths, self.chunks):
             piece = x.narrow(dim, start, n)
             start = start + n
-            if not _same(n, c * self.degree):
+            if not (isinstance(n, int) and isinstance(c, int)):
+                # By index: the number of padded rows may be 0, which a concatenation would turn into a guard.
+                piece = piece.index_select(dim, torch.arange(c * self.degree, device=x.device).clamp(max=n - 1))
+            elif not _same(n, c * self.degree):
                 last = piece.narrow(dim, n - 1, 1)
                 shape: list[Size] = list(last.shape)
                 shape[dim] = c * self.degree - n
