@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import ops  # noqa: F401  (registers the ops)
 from .groups import RING, ULYSSES, build_mesh
 from .mesh import Mesh
+from .passes import _torch
 from .passes.axes import find_axes
 from .passes.capture import Captured, capture
 from .passes.compile import compile_graph
@@ -112,11 +113,12 @@ class CPBackend:
         self.timeout = timeout
         self.report = Report(ulysses, ring)
         self._mesh: Mesh | None = None
+        self._frames: dict[Any, int] = {}
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph of Dynamo's for this rank. All ranks must get here with the same graph."""
         start = time.perf_counter()
-        number = len(self.report.graphs)
+        number = self._number()
         mesh = self._the_mesh(example_inputs)
         captured = capture(gm, example_inputs)
         graph = captured.module.graph
@@ -130,7 +132,7 @@ class CPBackend:
         seconds = time.perf_counter() - start
         report = explain(graph, plan, local, mesh, self.options, number, seconds)
         verify(describe(local.module, [*captured.prefix, *example_inputs]), mesh, _next_number(mesh), self.timeout)
-        self.report.graphs.append(report)
+        self._keep(report)
         log.info(report.summary)
         return self._finish(captured, local.module, example_inputs)
 
@@ -147,9 +149,19 @@ class CPBackend:
             self._mesh = build_mesh(self.ring, self.ulysses, self.device_mesh, device)
         return self._mesh
 
+    def _number(self) -> int:
+        """Which graph this is. Dynamo may start a frame anew and hand over the same graph again."""
+        frame = _torch.CompileContext.current_compile_id()
+        if frame is None:
+            return len(self.report.graphs)
+        return self._frames.setdefault(frame, len(self.report.graphs))
+
+    def _keep(self, graph: GraphReport) -> None:
+        self.report.graphs[graph.number : graph.number + 1] = [graph]
+
     def _note(self, number: int, gm: fx.GraphModule, note: str) -> None:
         where = next((w for n in gm.graph.nodes if n.op == "call_function" and (w := where_of(n))), "")
-        self.report.graphs.append(GraphReport(number, note, where=where))
+        self._keep(GraphReport(number, note, where=where))
         log.info("cp: %s", note)
 
 

@@ -22,8 +22,9 @@ from torch._dynamo.backends.common import aot_autograd
 # The fake mode of the values in a graph; values of the rewritten graph must live in the same one.
 from torch._guards import detect_fake_mode
 
-# Dynamo keeps what it knows of the graph (shape environment, fake mode) here while a backend runs.
-from torch._guards import TracingContext
+# Dynamo keeps here what it knows while a backend runs: which frame it compiles (it may start anew and call the backend
+# again for the same one), the shape environment, the fake mode.
+from torch._guards import CompileContext, TracingContext
 
 # Sizes as expressions, and questions about them that add no guard.
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -36,6 +37,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.distributed.distributed_c10d import _get_default_store
 
 __all__ = [
+    "CompileContext",
     "PythonReferenceAnalysis",
     "TracingContext",
     "_get_default_store",

@@ -1,6 +1,6 @@
 """Any attention, on any mesh, equals the float64 math of one process: forward, gradients, padding, communication.
 
-``CP_DRAWS=5000 pytest tests/attention/test_property.py`` for a long run.
+``CP_DRAWS=5000 pytest tests/attention/test_property.py`` draws other and more cases than the 300 that are drawn always.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(
     max_examples=int(os.environ.get("CP_DRAWS", "300")),
+    derandomize="CP_DRAWS" not in os.environ,
     deadline=None,
     database=None,
-    print_blob=False,
     suppress_health_check=list(HealthCheck),
 )
 @given(case=cases())
