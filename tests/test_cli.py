@@ -108,6 +108,7 @@ def _answer(**changes: Any) -> dict[str, Any]:
         "error": 1e-7,
         "digest": ["a", "b"],
         "alone": [2.0],
+        "alone_error": 1e-7,
         "together": [1.0],
         "compile_s": 3.0,
         "collectives": 4,
