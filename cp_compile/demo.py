@@ -178,8 +178,9 @@ def _degrees(args: argparse.Namespace, given: int | None) -> tuple[int, int, int
 def _flux(height: int, width: int) -> zoo.Case:
     """FLUX, narrow and shallow enough for a laptop: 512 channels, 2 double and 4 single blocks.
 
-    Like FLUX schnell it takes no guidance. Guidance enters as the sine and cosine of thousands of radians, where the last
-    bit of one ``exp``, which compilers round differently, moves the output by more than the tolerance (4e-5, measured).
+    Like FLUX schnell it takes no guidance. Guidance enters as the sine and cosine of thousands of radians, where the
+    last bit of one ``exp``, which compilers round differently, moves the output by more than the tolerance (4e-5,
+    measured).
     """
     rows, columns = height // _PATCH, width // _PATCH
     positions = [[0, row, column] for row in range(rows) for column in range(columns)]
@@ -311,7 +312,7 @@ def _show(config: Config, answers: list[dict[str, Any]], as_json: bool) -> None:
     faster = s["step_s_single"] / s["step_s_parallel"]
     rows = [
         ("max relative error", f"{s['max_rel_error']:.1e} (at most {TOLERANCE:.0e})"),
-        ("  of one process, compiled", f"{s['single_rel_error']:.1e}"),
+        ("- the same of one process, compiled", f"{s['single_rel_error']:.1e}"),
         ("ranks equal to the bit", "yes" if s["ranks_agree"] else "NO"),
         ("time a step, one process", f"{s['step_s_single']:.3f} s"),
         (f"time a step, {config.world} ranks", f"{s['step_s_parallel']:.3f} s ({faster:.2f} times as fast)"),
