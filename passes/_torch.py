@@ -26,6 +26,9 @@ from torch._guards import detect_fake_mode
 # again for the same one), the shape environment, the fake mode.
 from torch._guards import CompileContext, TracingContext
 
+# Traces a region that the capture cannot see through.
+from torch.fx.experimental.proxy_tensor import make_fx
+
 # Sizes as expressions, and questions about them that add no guard.
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -45,8 +48,11 @@ __all__ = [
     "aot_export_module",
     "compile_fx",
     "detect_fake_mode",
+    "enter_vmap",
     "enter_autocast",
     "exit_autocast",
+    "leave_vmap",
+    "make_fx",
     "statically_known_true",
     "sympy_interp",
 ]
@@ -54,3 +60,7 @@ __all__ = [
 # A captured graph marks its autocast regions with calls of these two.
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
+
+# Dynamo marks the regions under vmap with calls of these two.
+enter_vmap = torch._functorch.predispatch._vmap_increment_nesting
+leave_vmap = torch._functorch.predispatch._vmap_decrement_nesting

@@ -2,7 +2,8 @@
 
 *Before*, Dynamo's graph calls Python functions and methods, and may write in place. *After*, every node is an ATen op
 without side effects (but for the marks of autocast and no-grad regions), written-to inputs are extra outputs, and a few
-ops that say one thing in several ways are said in one: splits are slices, ``copy`` is its source.
+ops that say one thing in several ways are said in one: splits are slices, ``copy`` is its source, attention written by
+hand is attention.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import torch
 from torch import fx
 
 from . import _torch
+from .graphs import call
+from .recognise import recognise_attention
 from .relation import Op
+from .vmap import open_vmap
 
 __all__ = ["Captured", "capture"]
 
@@ -67,6 +71,7 @@ class Captured:
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """Capture a graph at the level at which context parallelism is a rewrite. ``gm`` is not changed."""
+    dynamo, gm = gm, open_vmap(gm)
     prefix = tuple(dict(gm.named_parameters(remove_duplicate=False)).values())
     prefix += tuple(dict(gm.named_buffers(remove_duplicate=False)).values())
     module, signature = _torch.aot_export_module(gm, list(example_inputs), trace_joint=False, pre_dispatch=True)
@@ -78,7 +83,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     prefix = (*_lift_constants(module), *prefix)
     trained = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in (*prefix, *example_inputs))
     _normalise(module)
-    return Captured(module, prefix, written, gm, trained)
+    return Captured(module, prefix, written, dynamo, trained)
 
 
 def _lift_constants(module: fx.GraphModule) -> list[torch.Tensor]:
@@ -110,6 +115,7 @@ def _normalise(module: fx.GraphModule) -> None:
         if change is not None:
             with graph.inserting_before(node):
                 change(graph, node)
+    recognise_attention(graph)
     graph.eliminate_dead_code(is_impure_node=_is_impure)
     graph.lint()
     module.recompile()
@@ -124,18 +130,6 @@ def _is_impure(node: fx.Node) -> bool:
 
 
 _REGION_MARKS = {_torch.enter_autocast, _torch.exit_autocast, torch._C._set_grad_enabled}
-
-
-def call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A new node with the source location of ``like`` and its own value."""
-    node = graph.call_function(target, args, kwargs)
-    node.meta = {k: like.meta[k] for k in ("stack_trace", "nn_module_stack", "source_fn_stack") if k in like.meta}
-    values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    mode = _torch.detect_fake_mode(like.meta.get("val")) or _torch.detect_fake_mode(values)
-    assert mode is not None, f"{like} has no fake value"
-    with mode:
-        node.meta["val"] = target(*values[0], **values[1])
-    return node
 
 
 def _drop(graph: fx.Graph, node: fx.Node) -> None:

@@ -1,0 +1,23 @@
+"""Building graphs whose nodes know their values and where they come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from . import _torch
+
+__all__ = ["call"]
+
+
+def call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new node with the source location of ``like`` and its own value."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {k: like.meta[k] for k in ("stack_trace", "nn_module_stack", "source_fn_stack") if k in like.meta}
+    values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    mode = _torch.detect_fake_mode(like.meta.get("val")) or _torch.detect_fake_mode(values)
+    assert mode is not None, f"{like} has no fake value"
+    with mode:
+        node.meta["val"] = target(*values[0], **values[1])
+    return node
