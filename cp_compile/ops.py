@@ -87,7 +87,9 @@ def zero_padding(x: Tensor, dim: int, outer: Size, lengths, zigzag, mesh, groups
 
     def clear(y: Tensor, d: int) -> Tensor:
         valid = placement.valid(mesh[2], y.device)
-        return torch.where(valid.view(-1, *(1,) * (y.dim() - d - 1)), y, torch.zeros((), dtype=y.dtype, device=y.device))
+        return torch.where(
+            valid.view(-1, *(1,) * (y.dim() - d - 1)), y, torch.zeros((), dtype=y.dtype, device=y.device)
+        )
 
     return _on_rows(x, dim, outer, placement.local, clear) if placement.padded else x
 

@@ -175,7 +175,10 @@ def _graph_text(g: GraphReport) -> str:
         f"each rank; {g.inputs_sharded} inputs sharded; compiled by us in {g.seconds:.2f} s"
     )
     if g.axes:
-        rows = [[" + ".join(map(str, a.lengths)), " + ".join(map(str, a.local)), "zigzag" if a.zigzag else "contiguous"] for a in g.axes]
+        rows = [
+            [" + ".join(map(str, a.lengths)), " + ".join(map(str, a.local)), "zigzag" if a.zigzag else "contiguous"]
+            for a in g.axes
+        ]
         lines += ["", tabulate(rows, ["axis: segments", "on each rank", "cut"], tablefmt="simple")]
     rows = [
         [a.module or a.name, a.variant, _sizes(a.query), _sizes(a.key), _sizes(a.mask or ()) or "-",
@@ -186,7 +189,13 @@ def _graph_text(g: GraphReport) -> str:
     lines += ["", tabulate(rows, head, tablefmt="simple")]
     if g.gathers:
         rows = [
-            [x.op, "output" if x.output else "inside" if x.inside else "end", "; ".join(x.reasons), f"{x.bytes_sent:,}", x.where]
+            [
+                x.op,
+                "output" if x.output else "inside" if x.inside else "end",
+                "; ".join(x.reasons),
+                f"{x.bytes_sent:,}",
+                x.where,
+            ]
             for x in g.gathers
         ]
         lines += ["", tabulate(rows, ["gathered", "place", "reason", "bytes", "source"], tablefmt="simple")]

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import torch
 
+# AOTAutograd as a backend factory, documented for authors of backends but kept in a private package.
+from torch._dynamo.backends.common import aot_autograd
+
 # The only capture that stops above autograd (so that the rewritten graph can still be differentiated) and hands back a
 # functional graph without wrapping it for deployment, as torch.export does.
 from torch._functorch.aot_autograd import aot_export_module
+
+# The fake mode of the values in a graph; values of the rewritten graph must live in the same one.
+# Dynamo keeps here what it knows while a backend runs: which frame it compiles (it may start anew and call the backend
+# again for the same one), the shape environment, the fake mode.
+from torch._guards import CompileContext, TracingContext, detect_fake_mode
 
 # `torch.compile(backend="inductor")` resolves to this function; the public way in takes no per-call configuration that
 # also holds for the backward, which is compiled later.
 from torch._inductor.compile_fx import compile_fx
 
-# AOTAutograd as a backend factory, documented for authors of backends but kept in a private package.
-from torch._dynamo.backends.common import aot_autograd
-
-# The fake mode of the values in a graph; values of the rewritten graph must live in the same one.
-from torch._guards import detect_fake_mode
-
-# Dynamo keeps here what it knows while a backend runs: which frame it compiles (it may start anew and call the backend
-# again for the same one), the shape environment, the fake mode.
-from torch._guards import CompileContext, TracingContext
+# The key-value store of the default process group: the rendezvous that all ranks already share.
+from torch.distributed.distributed_c10d import _get_default_store
 
 # Traces a region that the capture cannot see through.
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -36,9 +37,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-# The key-value store of the default process group: the rendezvous that all ranks already share.
-from torch.distributed.distributed_c10d import _get_default_store
-
 __all__ = [
     "CompileContext",
     "PythonReferenceAnalysis",
@@ -48,8 +46,8 @@ __all__ = [
     "aot_export_module",
     "compile_fx",
     "detect_fake_mode",
-    "enter_vmap",
     "enter_autocast",
+    "enter_vmap",
     "exit_autocast",
     "leave_vmap",
     "make_fx",

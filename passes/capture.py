@@ -60,7 +60,9 @@ class Captured:
         for node in module.graph.find_nodes(op="placeholder")[: len(self.prefix)]:
             node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
             node._dynamo_source = None  # nobody can pass another one in, so there is nothing to guard
-        for node, source in zip(module.graph.find_nodes(op="placeholder")[len(self.prefix) :], self.sources, strict=True):
+        for node, source in zip(
+            module.graph.find_nodes(op="placeholder")[len(self.prefix) :], self.sources, strict=True
+        ):
             node.meta = {**source.meta, **{k: v for k, v in node.meta.items() if k == "val"}}
             if hasattr(source, "_dynamo_source"):
                 node._dynamo_source = source._dynamo_source
@@ -156,7 +158,10 @@ def _copy(graph: fx.Graph, node: fx.Node) -> None:
     if have.device != want.device:
         source = call(graph, node, aten._to_copy.default, source, device=want.device)
     if len(have.shape) != len(want.shape) or any(a is not b and a != b for a, b in zip(have.shape, want.shape)):
-        shape = [n if isinstance(n, int) else call(graph, node, aten.sym_size.int, target, i) for i, n in enumerate(want.shape)]
+        shape = [
+            n if isinstance(n, int) else call(graph, node, aten.sym_size.int, target, i)
+            for i, n in enumerate(want.shape)
+        ]
         source = call(graph, node, aten.expand.default, source, shape)
     node.replace_all_uses_with(source)  # type: ignore[arg-type]
     graph.erase_node(node)

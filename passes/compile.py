@@ -14,7 +14,10 @@ __all__ = ["compile_graph"]
 
 
 def compile_graph(
-    module: fx.GraphModule, example_inputs: Sequence[Any], inner: str | Callable[..., Any], options: dict[str, Any] | None
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inner: str | Callable[..., Any],
+    options: dict[str, Any] | None,
 ) -> Callable[..., Any]:
     """Compile a graph for execution, forward and backward.
 
@@ -27,7 +30,9 @@ def compile_graph(
     if inner == "inductor":
         return _torch.compile_fx(module, example_inputs, config_patches=options)
     compiler = _run_as_it_is if inner == "aot_eager" else _boxed(inner)  # type: ignore[arg-type]
-    return _torch.aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)(module, example_inputs)
+    return _torch.aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)(
+        module, example_inputs
+    )
 
 
 def _run_as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -21,7 +21,9 @@ from .segments import Word, leaves
 __all__ = ["explain", "where_of"]
 
 
-def explain(graph: fx.Graph, plan: Plan, rewritten: Rewritten, mesh: Mesh, options: Options, n: int, seconds: float) -> GraphReport:
+def explain(
+    graph: fx.Graph, plan: Plan, rewritten: Rewritten, mesh: Mesh, options: Options, n: int, seconds: float
+) -> GraphReport:
     """Describe one compiled graph."""
     attentions = tuple(_attention(node, plan, mesh, options) for node in graph.nodes if node.target is ATTENTION)
     last = max((i for i, node in enumerate(graph.nodes) if node.target is ATTENTION and node in plan.modes), default=-1)
@@ -62,7 +64,9 @@ def explain(graph: fx.Graph, plan: Plan, rewritten: Rewritten, mesh: Mesh, optio
 
 def where_of(node: fx.Node) -> str:
     """``file:line`` of the model's source that a node comes from, or nothing if it is not known."""
-    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")]
+    frames = [
+        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")
+    ]
     if not frames:
         return ""
     parts = frames[-1].split(", ")
@@ -113,7 +117,9 @@ def _attention(node: fx.Node, plan: Plan, mesh: Mesh, options: Options) -> Atten
     )
 
 
-def _spec(node: fx.Node, plan: Plan, mesh: Mesh, options: Options, change: Callable[[Placement], Placement]) -> AttentionSpec:
+def _spec(
+    node: fx.Node, plan: Plan, mesh: Mesh, options: Options, change: Callable[[Placement], Placement]
+) -> AttentionSpec:
     mode = plan.modes[node]
     kv = mode.keys[1] if mode.keys and node in plan.keys_sharded else None
     return AttentionSpec(
@@ -154,7 +160,9 @@ def _reason(value: fx.Node, user: fx.Node, plan: Plan) -> str:
         return f"{name}: no rule for it"
     if user in plan.modes:
         return f"{name} needs it whole or cut along another dim"
-    if any(p in plan.axes.positions.get(user, ()) for p in plan.axes.positions.get(user, ())) and _could_shard(user, plan):
+    if any(p in plan.axes.positions.get(user, ()) for p in plan.axes.positions.get(user, ())) and _could_shard(
+        user, plan
+    ):
         return f"{name}: cheaper on all tokens"
     return f"{name}: {relation.reason}"
 
@@ -176,12 +184,11 @@ def _axis(word: Word, plan: Plan) -> SegmentReport:
     p = plan.placement(word)
     parts = 2 * p.degree if p.zigzag else p.degree
     local = tuple(
-        (-(-n // parts) * (2 if p.zigzag else 1)) if isinstance(n, int) else f"ceil(({n})/{p.degree})" for n in p.lengths
+        (-(-n // parts) * (2 if p.zigzag else 1)) if isinstance(n, int) else f"ceil(({n})/{p.degree})"
+        for n in p.lengths
     )
     return SegmentReport(tuple(n if isinstance(n, int) else str(n) for n in p.lengths), local, p.zigzag)
 
 
 def _contains(outer: Word, inner: Word) -> bool:
     return any(outer[i : i + len(inner)] == inner for i in range(len(outer) - len(inner) + 1))
-
-

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from ..placement import Placement
 from .relation import Op, Part, Position
-from .segments import Word, leaves
+from .segments import Word
 
 __all__ = ["local_arguments"]
 
@@ -23,7 +22,9 @@ Rows = Callable[[Word], Any]
 """Local rows of an axis, as the graph holds them."""
 
 
-def local_arguments(op: Op, at: Position, shape: Sequence[Any], part: Callable[[Part], tuple[Any, Any]]) -> dict[str, Any]:
+def local_arguments(
+    op: Op, at: Position, shape: Sequence[Any], part: Callable[[Part], tuple[Any, Any]]
+) -> dict[str, Any]:
     """The arguments of a node that change when its output is sharded.
 
     Args:
@@ -39,7 +40,11 @@ def local_arguments(op: Op, at: Position, shape: Sequence[Any], part: Callable[[
         return {"<view>": list(shape)}
     if target in (aten.slice.Tensor, aten.slice_scatter.default):
         for link in _links(op):
-            if isinstance(link, Part) and at.dim in (link.whole[1], link.part[1]) and op.dim("dim", len(shape)) == at.dim:
+            if (
+                isinstance(link, Part)
+                and at.dim in (link.whole[1], link.part[1])
+                and op.dim("dim", len(shape)) == at.dim
+            ):
                 start, stop = part(link)
                 return {"start": start, "end": stop}
         return {}

@@ -24,7 +24,7 @@ from ..placement import Placement
 from .axes import Axes
 from .costs import CostModel, bytes_of, flops_of, number
 from .modes import Mode, axis_groups, choose_modes, modes_of
-from .relation import Op, Slot, is_tensor
+from .relation import Op, is_tensor
 from .rules.attention import ATTENTION
 from .segments import Segment, Word, leaves
 from .sizes import Size
@@ -135,7 +135,9 @@ def _cut(
             aligned = need is not None and need == source.out
             if is_key and aligned:
                 sent = bytes_of(value) * (degree - 1) / degree
-                net.keys(value, node, costs.latency / 2 + min(sent, 2 * sent / max(ulysses, 1)) / costs.bandwidth, gather)
+                net.keys(
+                    value, node, costs.latency / 2 + min(sent, 2 * sent / max(ulysses, 1)) / costs.bandwidth, gather
+                )
             elif aligned and node in modes:
                 net.same(value, node, gather)
             else:
@@ -151,9 +153,7 @@ def _cut(
     return Plan(kept, keys, axes, groups, zigzag, ring, ulysses, seconds)
 
 
-def _own_keys(
-    node: fx.Node, axes: Axes, modes: dict[fx.Node, Mode], groups: dict[Segment, int]
-) -> Iterator[fx.Node]:
+def _own_keys(node: fx.Node, axes: Axes, modes: dict[fx.Node, Mode], groups: dict[Segment, int]) -> Iterator[fx.Node]:
     """Keys and values that lie along the axis of the queries themselves: self-attention, or joint attention."""
     mode = modes[node]
     if mode.keys and groups[mode.keys[1][0]] == groups[mode.word[0]]:

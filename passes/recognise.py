@@ -118,7 +118,11 @@ def _chain(op: Op) -> fx.Node | None:
     """The operand of a sum that leads to a product; the other one is a mask."""
     sides = [x for x in (op.args["self"], op.args["other"]) if is_tensor(x)]
     full = [x for x in sides if len(x.users) == 1 and _leads_to_product(x)]
-    return full[0] if len(sides) == 2 and len(full) == 1 and full[0].meta["val"].shape == op.node.meta["val"].shape else None
+    return (
+        full[0]
+        if len(sides) == 2 and len(full) == 1 and full[0].meta["val"].shape == op.node.meta["val"].shape
+        else None
+    )
 
 
 def _leads_to_product(node: fx.Node) -> bool:

@@ -86,7 +86,9 @@ class Rewritten:
     reduced: list[fx.Node] = field(default_factory=list)
 
 
-def rewrite(captured: Captured, plan: Plan, mesh: Mesh, options: Options = Options(), training: bool = False) -> Rewritten:
+def rewrite(
+    captured: Captured, plan: Plan, mesh: Mesh, options: Options = Options(), training: bool = False
+) -> Rewritten:
     """Build the local program of one rank. The captured graph is not changed.
 
     Args:
@@ -142,7 +144,9 @@ class _Rewriter:
 
     def _whole(self, node: fx.Node) -> None:
         if node.target is aten.sym_size.int and self.lengths.knows(size := size_of(node.meta["val"])):
-            self.whole[node] = self.lengths.of(size)  # a length is a number on every rank: no need to make the value whole
+            self.whole[node] = self.lengths.of(
+                size
+            )  # a length is a number on every rank: no need to make the value whole
             return
         ignored = self._ignored(node)
         full_gradient = self.training and node not in self.partial

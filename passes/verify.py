@@ -37,9 +37,7 @@ def describe(module: fx.GraphModule, example_inputs: Sequence[Any]) -> list[str]
         if node.op == "call_function" and getattr(target, "namespace", "") == "cp_compile":
             # Rank and group names are each rank's own.
             own = {"mesh", "groups", "group"}
-            args = {
-                a.name: value for a, value in zip(target._schema.arguments, node.args) if a.name not in own
-            }
+            args = {a.name: value for a, value in zip(target._schema.arguments, node.args) if a.name not in own}
             lines.append(f"{target._schema.name}({', '.join(f'{k}={v}' for k, v in args.items())})")
     return lines
 

@@ -63,7 +63,9 @@ def _open(gm: fx.GraphModule, region: list[fx.Node]) -> None:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[n] for n in outputs))
     examples = [v.meta["example_value"] for v in inputs]
-    with FakeTensorMode():  # one of its own: the examples may be of several, and tensors made in the region are fake, too
+    with (
+        FakeTensorMode()
+    ):  # one of its own: the examples may be of several, and tensors made in the region are fake, too
         examples = [_like(x) if isinstance(x, torch.Tensor) else x for x in examples]
         traced = _torch.make_fx(fx.GraphModule(gm, graph))(*examples)
     names = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs))
@@ -82,8 +84,6 @@ def _open(gm: fx.GraphModule, region: list[fx.Node]) -> None:
                 names[node].meta["stack_trace"] = region[0].meta.get("stack_trace")
     for node in reversed(region):
         gm.graph.erase_node(node)
-
-
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:

@@ -76,9 +76,7 @@ def einsum(op: Op) -> Relation:
     return _without_broadcast(op, by_labels(operands, out))
 
 
-@register_rule(
-    aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution, aten.conv_transpose1d, aten.conv_transpose2d
-)
+@register_rule(aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution, aten.conv_transpose1d, aten.conv_transpose2d)
 def convolution(op: Op) -> Relation:
     name = "input"
     links = list(aligned(name, {0: 0} if len(op.shape(name)) == len(op.shape("weight")) else {}))

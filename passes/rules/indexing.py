@@ -30,9 +30,7 @@ def gather(op: Op) -> Relation:
     d = op.dim("dim", rank)
     table, index = op.shape("self"), op.shape("index")
     links = [Same((("index", d), (OUT, d)))] if rank else []
-    links += [
-        Same((("self", i), ("index", i), (OUT, i))) for i in range(rank) if i != d and equal(table[i], index[i])
-    ]
+    links += [Same((("self", i), ("index", i), (OUT, i))) for i in range(rank) if i != d and equal(table[i], index[i])]
     return Relation(tuple(links), reason="it is the table of a lookup")
 
 
@@ -45,7 +43,9 @@ def index(op: Op) -> Relation:
         return Relation(reason="it takes rows by a mask, or from dims that are apart")
     width = max(len(op.shape(("indices", i))) for i in at)
     first = at[0]
-    links = list(aligned("self", {d: d if d < first else d - len(at) + width for d in range(len(table)) if d not in at}))
+    links = list(
+        aligned("self", {d: d if d < first else d - len(at) + width for d in range(len(table)) if d not in at})
+    )
     out = op.shape()
     for j in range(width):
         ends = []

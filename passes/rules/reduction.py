@@ -13,7 +13,9 @@ aten = torch.ops.aten
 @register_rule(aten.layer_norm, aten.rms_norm, aten._fused_rms_norm)
 def normalise_last(op: Op) -> Relation:
     rank = len(op.shape("input"))
-    return Relation(aligned("input", range(rank - len(op.args["normalized_shape"]))), reason="it normalises over tokens")
+    return Relation(
+        aligned("input", range(rank - len(op.args["normalized_shape"]))), reason="it normalises over tokens"
+    )
 
 
 @register_rule(aten.group_norm, aten.instance_norm)
@@ -46,8 +48,18 @@ def linear_reduction(op: Op) -> Relation:
 
 
 @register_rule(
-    aten.amax, aten.amin, aten.var, aten.std, aten.any, aten.all, aten.logsumexp, aten.norm, aten.prod, aten.argmax,
-    aten.argmin, aten.linalg_vector_norm,
+    aten.amax,
+    aten.amin,
+    aten.var,
+    aten.std,
+    aten.any,
+    aten.all,
+    aten.logsumexp,
+    aten.norm,
+    aten.prod,
+    aten.argmax,
+    aten.argmin,
+    aten.linalg_vector_norm,
 )
 def reduction(op: Op) -> Relation:
     if isinstance(op.node.meta["val"], tuple):

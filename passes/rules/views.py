@@ -107,9 +107,7 @@ def cat(op: Op) -> Relation:
 def stack(op: Op) -> Relation:
     rank = len(op.shape())
     d = op.dim("dim", rank)
-    links = [
-        Same((*((s, i - (i > d)) for s, _ in op.inputs()), (OUT, i))) for i in range(rank) if i != d
-    ]
+    links = [Same((*((s, i - (i > d)) for s, _ in op.inputs()), (OUT, i))) for i in range(rank) if i != d]
     return Relation(tuple(links))
 
 
