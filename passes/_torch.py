@@ -27,6 +27,9 @@ from torch._inductor.compile_fx import compile_fx
 # The key-value store of the default process group: the rendezvous that all ranks already share.
 from torch.distributed.distributed_c10d import _get_default_store
 
+# The higher-order op behind torch.utils.checkpoint in a graph.
+from torch._higher_order_ops.wrap import tag_activation_checkpoint as checkpoint
+
 # Traces a region that the capture cannot see through.
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -44,6 +47,7 @@ __all__ = [
     "_get_default_store",
     "aot_autograd",
     "aot_export_module",
+    "checkpoint",
     "compile_fx",
     "detect_fake_mode",
     "enter_autocast",

@@ -19,6 +19,7 @@ from torch import fx
 from . import _torch
 from .graphs import call
 from .recognise import recognise_attention
+from .regions import enter_regions
 from .relation import Op
 from .vmap import open_vmap
 
@@ -73,7 +74,7 @@ class Captured:
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """Capture a graph at the level at which context parallelism is a rewrite. ``gm`` is not changed."""
-    dynamo, gm = gm, open_vmap(gm)
+    dynamo, gm = gm, open_vmap(enter_regions(gm))
     prefix = tuple(dict(gm.named_parameters(remove_duplicate=False)).values())
     prefix += tuple(dict(gm.named_buffers(remove_duplicate=False)).values())
     module, signature = _torch.aot_export_module(gm, list(example_inputs), trace_joint=False, pre_dispatch=True)

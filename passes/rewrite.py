@@ -21,6 +21,7 @@ from ..mesh import Mesh
 from ..ops import mesh_arguments
 from ..placement import Placement
 from .capture import Captured
+from .graphs import inherited
 from .lengths import Lengths, known_symbols
 from .localise import local_arguments
 from .modes import Mode
@@ -385,7 +386,7 @@ class _Rewriter:
 
     def _emit(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = self.graph.call_function(target, args, kwargs)
-        new.meta = {k: v for k, v in like.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
+        new.meta = inherited(like)
         return new
 
 
