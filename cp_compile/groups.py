@@ -28,7 +28,7 @@ def build_mesh(ring: int, ulysses: int, device_mesh: DeviceMesh | None, device_t
     """
     if not dist.is_initialized():
         raise MeshError(
-            f"cp_compile: ulysses={ulysses} ring={ring} needs {ring * ulysses} ranks, and there is no process group here. "
+            f"cp_compile: ulysses={ulysses} ring={ring} needs {ring * ulysses} ranks, and there is no process group. "
             "Call torch.distributed.init_process_group() before the first run of the compiled model (torchrun sets up "
             "what it needs)."
         )
@@ -51,7 +51,7 @@ def _view(device_mesh: DeviceMesh, ring: int, ulysses: int) -> Mesh:
         size = device_mesh.size(names.index(name)) if name in names else None
         if size is None and degree > 1:
             raise MeshError(
-                f"cp_compile: {name}={degree} needs a mesh dim called {name!r}; the mesh has {names or 'unnamed dims'}. "
+                f"cp_compile: {name}={degree} needs a mesh dim called {name!r}; the mesh has {names or 'no names'}. "
                 f"Name the dims: init_device_mesh(..., mesh_dim_names=(..., 'ring', 'ulysses'))."
             )
         if size is not None and size != degree:
@@ -66,7 +66,7 @@ def _view(device_mesh: DeviceMesh, ring: int, ulysses: int) -> Mesh:
     ranks = tuple(int(r) for r in part.mesh.flatten())
     if list(ranks) != sorted(ranks):
         raise MeshError(f"cp_compile: the mesh's ranks {ranks} are not in increasing order along ring, then ulysses.")
-    groups = {n: part.get_group(n).group_name for n in used}
+    groups: dict[str, str] = {n: part.get_group(n).group_name for n in used}
     whole = _whole_group(part, ranks, groups)
     return Mesh(
         ring, ulysses, ranks.index(dist.get_rank()), whole, groups.get(RING, whole), groups.get(ULYSSES, whole), ranks

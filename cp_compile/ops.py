@@ -1,12 +1,12 @@
 """The ops that the compiler puts into a graph, registered with torch so that the graph stays readable.
 
 Each is opened when the graph is compiled (``CompositeImplicitAutograd``): autograd goes through our own formulas, and
-Inductor sees every collective as a ``_c10d_functional`` op. Rank and groups are arguments, so that no cache can hand one
-rank another rank's code.
+Inductor sees every collective as a ``_c10d_functional`` op. Rank and groups are arguments, so that no cache can hand
+one rank another rank's code.
 
-A row argument set ``(lengths, zigzag, mesh, groups)`` describes a :class:`~cp_compile.placement.Placement` on a
-:class:`~cp_compile.mesh.Mesh`: ``mesh`` is ``[ring, ulysses, rank]``, ``groups`` are the names of the group of all ranks,
-the ring group and the ulysses group.
+The arguments ``(lengths, zigzag, mesh, groups)`` describe a :class:`~cp_compile.placement.Placement` on a
+:class:`~cp_compile.mesh.Mesh`: ``mesh`` is ``[ring, ulysses, rank]``, ``groups`` names the group of all ranks, the ring
+group and the ulysses group.
 
 Gradients: the gradient of a sharded value is that of the rank's rows. The gradient of a whole value is either *full*,
 the true one on every rank, or *partial*, to be summed over the ranks; the compiler knows which from the graph, sums
@@ -15,8 +15,8 @@ partial ones where they leave the graph (:func:`sum_gradients`) and says ``parti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,11 @@ from .placement import Placement, Size
 __all__ = ["NAMESPACE", "mesh_arguments", "mesh_of"]
 
 NAMESPACE = "cp_compile"
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_Sizes = Sequence[Size]
+_Ints = Sequence[int]
+_Names = Sequence[str]
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _ROWS = "SymInt[] lengths, bool zigzag, int[] mesh, str[] groups"
@@ -45,8 +50,8 @@ def mesh_of(mesh: Sequence[int], groups: Sequence[str]) -> Mesh:
     return Mesh(mesh[0], mesh[1], mesh[2], groups[0], groups[1], groups[2], ())
 
 
-def _register(schema: str):
-    def keep(function):
+def _register(schema: str) -> Callable[[_F], _F]:
+    def keep(function: _F) -> _F:
         name = _library.define(schema)
         _library.impl(name, function, "CompositeImplicitAutograd")
         return function
@@ -55,14 +60,16 @@ def _register(schema: str):
 
 
 @_register(f"shard(Tensor x, int dim, SymInt outer, {_ROWS}) -> Tensor")
-def shard(x: Tensor, dim: int, outer: Size, lengths, zigzag, mesh, groups) -> Tensor:
+def shard(x: Tensor, dim: int, outer: Size, lengths: _Sizes, zigzag: bool, mesh: _Ints, groups: _Names) -> Tensor:
     """This rank's rows of a whole value. Dim ``dim`` runs over ``outer * rows * inner``."""
     placement = Placement(tuple(lengths), mesh[0], mesh[1], zigzag)
     return _on_rows(x, dim, outer, placement.total, lambda y, d: _take(y, d, placement, mesh[2]))
 
 
 @_register(f"gather(Tensor x, int dim, SymInt outer, {_ROWS}, bool partial=False) -> Tensor")
-def gather(x: Tensor, dim: int, outer: Size, lengths, zigzag, mesh, groups, partial: bool = False) -> Tensor:
+def gather(
+    x: Tensor, dim: int, outer: Size, lengths: _Sizes, zigzag: bool, mesh: _Ints, groups: _Names, partial: bool = False
+) -> Tensor:
     """The whole value on every rank, from each rank's rows of it."""
     m = mesh_of(mesh, groups)
     placement = Placement(tuple(lengths), m.ring, m.ulysses, zigzag)
@@ -81,7 +88,9 @@ def gather(x: Tensor, dim: int, outer: Size, lengths, zigzag, mesh, groups, part
 
 
 @_register(f"zero_padding(Tensor x, int dim, SymInt outer, {_ROWS}) -> Tensor")
-def zero_padding(x: Tensor, dim: int, outer: Size, lengths, zigzag, mesh, groups) -> Tensor:
+def zero_padding(
+    x: Tensor, dim: int, outer: Size, lengths: _Sizes, zigzag: bool, mesh: _Ints, groups: _Names
+) -> Tensor:
     """Zeros in place of this rank's padded rows, so that a sum over its rows counts each token once."""
     placement = Placement(tuple(lengths), mesh[0], mesh[1], zigzag)
 
@@ -123,9 +132,9 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    q_lengths,
+    q_lengths: _Sizes,
     q_zigzag: bool,
-    kv_lengths,
+    kv_lengths: _Sizes | None,
     kv_zigzag: bool,
     dropout_p: float,
     causal: bool,
@@ -133,8 +142,8 @@ def attention(
     enable_gqa: bool,
     rotate: str,
     convert_to_fp32: bool,
-    mesh,
-    groups,
+    mesh: _Ints,
+    groups: _Names,
 ) -> Tensor:
     """This rank's rows of an attention: :func:`cp_compile.attention.attention`, with its spec as arguments."""
     m = mesh_of(mesh, groups)
@@ -152,7 +161,7 @@ def attention(
     return _attention(q, k, v, mask, spec)
 
 
-def _on_rows(x: Tensor, dim: int, outer: Size, rows: Size, change) -> Tensor:
+def _on_rows(x: Tensor, dim: int, outer: Size, rows: Size, change: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Apply ``change(y, d)`` with the rows alone at dim ``d``, where ``dim`` runs over ``outer * rows * inner``."""
     inner = x.shape[dim] // (outer * rows)
     if isinstance(outer, int) and isinstance(inner, int) and outer == inner == 1:
@@ -165,7 +174,8 @@ def _take(x: Tensor, dim: int, placement: Placement, rank: int) -> Tensor:
     """The rows of one rank: as views where no row is padded, by index otherwise."""
     if placement.padded or placement.zigzag:
         return x.index_select(dim, placement.rows(rank, x.device))
-    pieces, start = [], 0
+    pieces: list[Tensor] = []
+    start: Size = 0
     for n, c in zip(placement.lengths, placement.chunks):
         pieces.append(x.narrow(dim, start + rank * c, c))
         start = start + n

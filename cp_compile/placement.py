@@ -142,7 +142,7 @@ class Placement:
             piece = piece.flatten(dim, dim + 1)
             if not (isinstance(n, int) and isinstance(c, int)):
                 # By index: a view's strides would depend on whether the last row is padding, and so become a guard.
-                piece = piece.index_select(dim, torch.arange(n, device=piece.device))
+                piece = piece.index_select(dim, torch.arange(cast(int, n), device=piece.device))
             elif not _same(piece.shape[dim], n):
                 piece = piece.narrow(dim, 0, n)
             out.append(piece)
@@ -165,7 +165,7 @@ class Placement:
             start = start + n
             if not (isinstance(n, int) and isinstance(c, int)):
                 # By index: the number of padded rows may be 0, which a concatenation would turn into a guard.
-                piece = piece.index_select(dim, torch.arange(c * self.degree, device=x.device).clamp(max=n - 1))
+                piece = piece.index_select(dim, _upto(c * self.degree, n - 1, x.device))
             elif not _same(n, c * self.degree):
                 last = piece.narrow(dim, n - 1, 1)
                 shape: list[Size] = list(last.shape)
@@ -182,6 +182,11 @@ class Placement:
     def of_ulysses(self) -> Placement:
         """How the ulysses ranks of one ring rank share that ring rank's rows, padding of the ring included."""
         return Placement(tuple(self.ulysses * c for c in self.chunks), 1, self.ulysses)
+
+
+def _upto(rows: Size, last: Size, device: torch.device) -> Tensor:
+    """Row numbers from 0, the last one repeated."""
+    return torch.arange(cast(int, rows), device=device).clamp(max=cast(int, last))
 
 
 def _same(a: Size, b: Size) -> bool:

@@ -171,8 +171,8 @@ def _graph_text(g: GraphReport) -> str:
     if not g.attentions:
         return "\n".join(lines)
     lines.append(
-        f"  {g.flops_sharded:.0%} of the FLOPs run sharded; {g.collectives} collectives, {g.bytes_sent:,} bytes sent by "
-        f"each rank; {g.inputs_sharded} inputs sharded; compiled by us in {g.seconds:.2f} s"
+        f"  {g.flops_sharded:.0%} of the FLOPs run sharded; {g.collectives} collectives, {g.bytes_sent:,} bytes sent "
+        f"by each rank; {g.inputs_sharded} inputs sharded; compiled by us in {g.seconds:.2f} s"
     )
     if g.axes:
         rows = [
@@ -182,7 +182,7 @@ def _graph_text(g: GraphReport) -> str:
         lines += ["", tabulate(rows, ["axis: segments", "on each rank", "cut"], tablefmt="simple")]
     rows = [
         [a.module or a.name, a.variant, _sizes(a.query), _sizes(a.key), _sizes(a.mask or ()) or "-",
-         "yes" if a.causal else "-", a.collectives, f"{a.bytes_sent:,}", a.kernel]
+         "yes" if a.causal else "-", str(a.collectives), f"{a.bytes_sent:,}", a.kernel]
         for a in g.attentions
     ]  # fmt: skip
     head = ["attention", "variant", "query", "key", "mask", "causal", "collectives", "bytes", "kernel"]

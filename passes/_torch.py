@@ -13,12 +13,17 @@ from torch._dynamo.backends.common import aot_autograd
 
 # The only capture that stops above autograd (so that the rewritten graph can still be differentiated) and hands back a
 # functional graph without wrapping it for deployment, as torch.export does.
-from torch._functorch.aot_autograd import aot_export_module
+# What AOTAutograd offers to authors of backends; re-exported by functorch.compile, which has no types.
+from torch._functorch.aot_autograd import aot_export_module, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 # The fake mode of the values in a graph; values of the rewritten graph must live in the same one.
 # Dynamo keeps here what it knows while a backend runs: which frame it compiles (it may start anew and call the backend
 # again for the same one), the shape environment, the fake mode.
 from torch._guards import CompileContext, TracingContext, detect_fake_mode
+
+# The higher-order op behind torch.utils.checkpoint in a graph.
+from torch._higher_order_ops.wrap import tag_activation_checkpoint as checkpoint
 
 # `torch.compile(backend="inductor")` resolves to this function; the public way in takes no per-call configuration that
 # also holds for the backward, which is compiled later.
@@ -26,9 +31,6 @@ from torch._inductor.compile_fx import compile_fx
 
 # The key-value store of the default process group: the rendezvous that all ranks already share.
 from torch.distributed.distributed_c10d import _get_default_store
-
-# The higher-order op behind torch.utils.checkpoint in a graph.
-from torch._higher_order_ops.wrap import tag_activation_checkpoint as checkpoint
 
 # Traces a region that the capture cannot see through.
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -54,7 +56,9 @@ __all__ = [
     "enter_vmap",
     "exit_autocast",
     "leave_vmap",
+    "make_boxed_func",
     "make_fx",
+    "min_cut_rematerialization_partition",
     "statically_known_true",
     "sympy_interp",
 ]

@@ -10,8 +10,9 @@ Sizes are never compared to guess a meaning. A channel count that happens to equ
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -97,7 +98,9 @@ class Axes:
                 needs[slot] = position
         return needs if covered else None
 
-    def _through(self, link: Link, op: Op, at: Position, out: Word):
+    def _through(
+        self, link: Link, op: Op, at: Position, out: Word
+    ) -> Iterator[tuple[Slot | None, Position | None, Word]]:
         """The inputs that a link ties to a position of the output, each with its position and word."""
         if isinstance(link, Same) and (OUT, at.dim) in link.ends:
             for slot, d in link.ends:
@@ -158,10 +161,10 @@ def find_axes(graph: fx.Graph, seeds: Iterable[tuple[fx.Node, Position, Word]] =
         if node.target is ATTENTION:
             op = axes.ops[node]
             for slot in ("query", "key"):
-                value, rank = op.value(slot), len(op.shape(slot))
+                source, rank = op.value(slot), len(op.shape(slot))
                 rows = op.shape(slot)[rank - 2]
-                if value is not None and not equal(rows, 1):
-                    spread.tie(value, Position(rank - 2), (Segment(rows),))
+                if source is not None and not equal(rows, 1):
+                    spread.tie(source, Position(rank - 2), (Segment(rows),))
     spread.run()
     return axes
 
@@ -251,7 +254,7 @@ class _Spread:
                     self.tie(value, Position(d, 1, at.inner), halves[0])  # type: ignore[arg-type]
                     rest = halves[1]
 
-    def _word_or_new(self, value, at: Position, size: Size) -> Word | None:
+    def _word_or_new(self, value: Any, at: Position, size: Size) -> Word | None:
         known = self.axes.positions.get(value, {}).get(at)
         if known is not None:
             return known

@@ -75,9 +75,10 @@ class Captured:
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """Capture a graph at the level at which context parallelism is a rewrite. ``gm`` is not changed."""
     dynamo, gm = gm, open_vmap(enter_regions(gm))
-    prefix = tuple(dict(gm.named_parameters(remove_duplicate=False)).values())
+    prefix: tuple[torch.Tensor, ...] = tuple(dict(gm.named_parameters(remove_duplicate=False)).values())
     prefix += tuple(dict(gm.named_buffers(remove_duplicate=False)).values())
     module, signature = _torch.aot_export_module(gm, list(example_inputs), trace_joint=False, pre_dispatch=True)
+    assert isinstance(module, fx.GraphModule)
     names = [n.name for n in module.graph.find_nodes(op="placeholder")]
     held = [*signature.parameters, *signature.buffers]
     by_target = dict(zip(held, names[: len(held)]))

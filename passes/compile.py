@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx
 
 from . import _torch
@@ -28,20 +27,20 @@ def compile_graph(
         options: Inductor's configuration for this graph, its backward included.
     """
     if inner == "inductor":
-        return _torch.compile_fx(module, example_inputs, config_patches=options)
+        return cast(Callable[..., Any], _torch.compile_fx(module, example_inputs, config_patches=options))
     compiler = _run_as_it_is if inner == "aot_eager" else _boxed(inner)  # type: ignore[arg-type]
-    return _torch.aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)(
+    return _torch.aot_autograd(fw_compiler=compiler, partition_fn=_torch.min_cut_rematerialization_partition)(
         module, example_inputs
     )
 
 
 def _run_as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    return make_boxed_func(gm.forward)
+    return _torch.make_boxed_func(gm.forward)
 
 
 def _boxed(inner: Callable[..., Any]) -> Callable[..., Any]:
     def compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compiled = inner(gm, example_inputs)
-        return compiled if getattr(compiled, "_boxed_call", False) else make_boxed_func(compiled)
+        return compiled if getattr(compiled, "_boxed_call", False) else _torch.make_boxed_func(compiled)
 
     return compiler

@@ -133,7 +133,7 @@ def _spec(
 
 
 def _hinted(p: Placement) -> Placement:
-    return Placement(tuple(number(n) for n in p.lengths), p.ring, p.ulysses, p.zigzag)  # type: ignore[arg-type]
+    return Placement(tuple(number(n) for n in p.lengths), p.ring, p.ulysses, p.zigzag)
 
 
 def _kernel(node: fx.Node, spec: AttentionSpec) -> str:
@@ -174,9 +174,9 @@ def _could_shard(user: fx.Node, plan: Plan) -> bool:
 def _unknown(graph: fx.Graph, plan: Plan) -> set[str]:
     found = set()
     for node in graph.nodes:
-        if node.op == "call_function" and hasattr(node.target, "_schema") and find_rule(node.target) is None:
-            if any(v in plan.axes.positions for v in node.all_input_nodes if is_tensor(v)):
-                found.add(str(node.target).removesuffix(".default"))
+        known = not hasattr(node.target, "_schema") or find_rule(node.target) is not None
+        if not known and any(v in plan.axes.positions for v in node.all_input_nodes if is_tensor(v)):
+            found.add(str(node.target).removesuffix(".default"))
     return found
 
 

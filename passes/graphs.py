@@ -14,8 +14,7 @@ _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", 
 
 
 def inherited(node: fx.Node) -> dict[str, Any]:
-    """The metadata that a node passes on to the nodes that stand for it: where it comes from, and whether the partitioner
-    shall recompute it in the backward."""
+    """What a node passes on to nodes that stand for it: where it comes from, and whether to recompute it."""
     return {k: node.meta[k] for k in _INHERITED if k in node.meta}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
@@ -67,7 +67,7 @@ class Lengths:
         """``size / parts`` rounded up."""
         return self._call(operator.floordiv, self._call(operator.add, self.of(size), parts - 1), parts)
 
-    def _call(self, function, a: Any, b: Any) -> Any:
+    def _call(self, function: Callable[..., Any], a: Any, b: Any) -> Any:
         if isinstance(a, int) and isinstance(b, int):
             return function(a, b)
         key = (function, a, b)
@@ -75,7 +75,7 @@ class Lengths:
             self.known[key] = self.create(function, (a, b), {})
         return self.known[key]
 
-    def create(self, function, args, kwargs) -> fx.Node:
+    def create(self, function: Any, args: Any, kwargs: Any) -> fx.Node:
         """A node after the last one made here."""
         assert self.cursor is not None, "a length that varies without an input that says so"
         with self.graph.inserting_after(self.cursor):
@@ -91,5 +91,5 @@ class _Tracer(fx.Tracer):
         self.graph = lengths.graph
         self.lengths = lengths
 
-    def create_node(self, kind, target, args, kwargs, name=None, type_expr=None):
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
         return self.lengths.create(target, args, kwargs)

@@ -1,7 +1,7 @@
 """Arguments that carry sizes, recomputed for a shard.
 
-An op that runs on a shard keeps its arguments, except those that name a length along the sharded dim. Each function here
-gives the changed arguments of one family. A length is given as the graph holds it: a number, or a node.
+An op that runs on a shard keeps its arguments, except those that name a length along the sharded dim. A length is given
+as the graph holds it: a number, or a node.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from typing import Any
 
 import torch
 
-from .relation import Op, Part, Position
-from .segments import Word
+from .relation import Link, Op, Part, Position
+from .rules import relation_of
 
 __all__ = ["local_arguments"]
 
 aten = torch.ops.aten
-
-Rows = Callable[[Word], Any]
-"""Local rows of an axis, as the graph holds them."""
 
 
 def local_arguments(
@@ -59,9 +56,7 @@ def local_arguments(
     return {}
 
 
-def _links(op: Op):
-    from .rules import relation_of
-
+def _links(op: Op) -> tuple[Link, ...]:
     return relation_of(op.node).links
 
 

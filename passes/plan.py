@@ -1,6 +1,6 @@
 """Which nodes run on a shard of the tokens and which on all of them: a minimum cut over the cost model.
 
-Every node gets one label, S (it runs on the rank's rows) or R (it runs on all rows, on every rank). What the labels cost:
+Every node gets one label, S (it runs on the rank's rows) or R (it runs on all rows, on every rank). What labels cost:
 
 * an R node's work is done by all ranks: its time; an S node's is shared: its time on the local rows.
 * from S to R, a value is gathered, once for all users that need it whole; from R to S it is sliced, nearly free.
@@ -14,8 +14,9 @@ their cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 from torch import fx
@@ -24,10 +25,9 @@ from ..placement import Placement
 from .axes import Axes
 from .costs import CostModel, bytes_of, flops_of, number
 from .modes import Mode, axis_groups, choose_modes, modes_of
-from .relation import Op, is_tensor
+from .relation import Op, Position, is_tensor
 from .rules.attention import ATTENTION
 from .segments import Segment, Word, leaves
-from .sizes import Size
 
 __all__ = ["Plan", "make_plan"]
 
@@ -61,12 +61,11 @@ class Plan:
     ring: int
     ulysses: int
     seconds: float = 0.0
-    size: Callable[[Size], object] = field(default=lambda s: s, compare=False)
 
     def placement(self, word: Word) -> Placement:
         """How the rows of an axis are cut over the mesh."""
         lengths = tuple(s.length for s in leaves(word))
-        return Placement(lengths, self.ring, self.ulysses, self.groups[leaves(word)[0]] in self.zigzag)  # type: ignore[arg-type]
+        return Placement(lengths, self.ring, self.ulysses, self.groups[leaves(word)[0]] in self.zigzag)
 
 
 def make_plan(graph: fx.Graph, axes: Axes, ring: int, ulysses: int, costs: CostModel | None = None) -> Plan:
@@ -171,8 +170,10 @@ def _keys_sharded(node: fx.Node, mode: Mode, axes: Axes, kept: dict[fx.Node, Mod
     return any(v in kept and kept[v].out == mode.keys[0] for v in values)
 
 
-def _requirements(node: fx.Node, axes: Axes, modes: dict[fx.Node, Mode]):
-    """For each tensor input: the value, where it must be sharded if the node is S (None: whole), is it a key or value."""
+def _requirements(
+    node: fx.Node, axes: Axes, modes: dict[fx.Node, Mode]
+) -> Iterator[tuple[fx.Node, Position | None, bool]]:
+    """For each tensor input: the value, where it must be sharded if the node is S (None: whole), is it key or value."""
     if node.op == "placeholder":
         return
     if node not in axes.ops:
@@ -206,7 +207,7 @@ class _Network:
         self.graph = nx.DiGraph()
         self.graph.add_nodes_from(("S", "R"))
 
-    def _add(self, a, b, seconds: float | None) -> None:
+    def _add(self, a: Any, b: Any, seconds: float | None) -> None:
         if seconds is None:
             self.graph.add_edge(a, b)
             self.graph[a][b].pop("capacity", None)  # no capacity: never cut
@@ -228,7 +229,7 @@ class _Network:
         """The node is S whatever it costs."""
         self._add("S", node, None)
 
-    def _gathered(self, value: fx.Node, seconds: float):
+    def _gathered(self, value: fx.Node, seconds: float) -> tuple[str, fx.Node]:
         full = ("whole", value)
         if full not in self.graph:
             self._add(value, full, seconds)

@@ -1,8 +1,8 @@
 """Attention written by hand becomes attention.
 
-*Before*, ``softmax(q @ k.transpose(-1, -2) * scale + mask, -1) @ v`` as products and a softmax, by ``matmul``, ``bmm``,
-``baddbmm`` or ``einsum``. *After*, one ``scaled_dot_product_attention``. What makes it right: every value in between has
-that one user, so nobody sees the weights, and the two are the same function.
+*Before*, ``softmax(q @ k.transpose(-1, -2) * scale + mask, -1) @ v`` as products and a softmax, by ``matmul``,
+``bmm``, ``baddbmm`` or ``einsum``. *After*, one ``scaled_dot_product_attention``. What makes it right: every value in
+between has that one user, so nobody sees the weights, and the two are the same function.
 
 A chain that is not exactly this is left as it is. It still runs, rows sharded and keys gathered.
 """
@@ -155,7 +155,8 @@ def _einsum_scores(op: Op, scale: float, masks: list[fx.Node]) -> _Scores | None
     (a, b), out = parts
     batch = out[:-2]
     if a == batch + out[-2] + a[-1] and b == batch + out[-1] + a[-1] and a[-1] not in out:
-        return _Scores(*op.args["tensors"], False, scale, masks)
+        query, key = op.args["tensors"]
+        return _Scores(query, key, False, scale, masks)
     return None
 
 

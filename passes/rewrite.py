@@ -1,8 +1,8 @@
 """From the plan to each rank's local program.
 
-*Before*, a graph on whole tensors. *After*, the same graph, where S nodes run on the rank's rows, ``shard`` stands where
-rows are first needed, ``gather`` where a whole value is, and each sharded attention is one ``attention`` op of ours. Its
-inputs and outputs are those of the graph before.
+*Before*, a graph on whole tensors. *After*, the same graph, where S nodes run on the rank's rows, ``shard`` stands
+where rows are first needed, ``gather`` where a whole value is, and each sharded attention is one ``attention`` op of
+ours. Its inputs and outputs are those of the graph before.
 
 What makes it right: every value has at most two forms, whole and sharded at one position, and an edge takes the form
 that its user's mode names. A padded row is a copy of the last real row at every point.
@@ -11,8 +11,9 @@ that its user's mode names. A padded row is a copy of the last real row at every
 from __future__ import annotations
 
 import operator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -145,9 +146,8 @@ class _Rewriter:
 
     def _whole(self, node: fx.Node) -> None:
         if node.target is aten.sym_size.int and self.lengths.knows(size := size_of(node.meta["val"])):
-            self.whole[node] = self.lengths.of(
-                size
-            )  # a length is a number on every rank: no need to make the value whole
+            # The same number on every rank: no need to make the value whole for it.
+            self.whole[node] = cast(fx.Node, self.lengths.of(size))
             return
         ignored = self._ignored(node)
         full_gradient = self.training and node not in self.partial
@@ -293,10 +293,10 @@ class _Rewriter:
             self.result.shards.append(Sharded(value, at))
         return self.cut[key]
 
-    def _after(self, node: fx.Node):
-        """Where to put the other form of a value: right after it, so that regions (autocast) stay around their own ops."""
+    def _after(self, node: fx.Node) -> AbstractContextManager[Any]:
+        """Where the other form of a value goes: right after it, in the same region (autocast)."""
         if node.op == "placeholder":
-            node = self.last_placeholder
+            node = cast(fx.Node, self.last_placeholder)
         return self.graph.inserting_after(node)
 
     # Gradients

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
 import sympy
 import torch
 
-Size = int | sympy.Expr
+Size: TypeAlias = Any
+"""An ``int``, or a ``sympy.Expr``, which has no type stubs."""
 
 __all__ = ["Size", "divides", "equal", "less", "product", "quotient", "size_of"]
 
@@ -17,7 +21,7 @@ def size_of(value: int | torch.SymInt | Size) -> Size:
     return int(value) if isinstance(value, (int, sympy.Integer)) else value
 
 
-def product(sizes) -> Size:
+def product(sizes: Iterable[Size]) -> Size:
     """The product of all sizes; 1 of none."""
     out: Size = 1
     for s in sizes:
@@ -29,7 +33,7 @@ def equal(a: Size, b: Size) -> bool:
     """Whether two sizes are known to be equal."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    return sympy.expand(a - b) == 0
+    return bool(sympy.expand(a - b) == 0)
 
 
 def less(a: Size, b: Size) -> bool | None:

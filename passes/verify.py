@@ -76,7 +76,8 @@ def verify(lines: Sequence[str], mesh: Mesh, number: int, timeout: float) -> Non
         theirs = store.get(f"text/{others[0]}").decode().split("\n")
         raise ScheduleError(
             f"cp_compile: rank {me} and rank{'s' if len(others) > 1 else ''} {_listed(others)} compiled different "
-            f"programs for graph {number}, and would wait for each other for ever.\n{_difference(lines, theirs, me, others[0])}\n"
+            f"programs for graph {number}, and would wait for each other for ever.\n"
+            f"{_difference(lines, theirs, me, others[0])}\n"
             "Give all ranks the same model and inputs of the same shapes."
         )
 

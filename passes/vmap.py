@@ -1,9 +1,9 @@
 """Regions under ``vmap`` become plain ops.
 
 The capture works above the level at which ``vmap`` does, and cannot see through it. Block masks of FlexAttention are
-made under ``vmap``, inside the model. *Before*, a run of nodes between the marks that enter and leave ``vmap``. *After*,
-the batched ops that the run stands for. Nothing in such a region is attention or a linear layer of a model, so it does
-no harm that they would be opened too.
+made under ``vmap``, inside the model. *Before*, a run of nodes between the marks that enter and leave ``vmap``.
+*After*, the batched ops that the run stands for. Nothing in such a region is attention or a linear layer of a model,
+so it does no harm that they would be opened too.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _open(gm: fx.GraphModule, region: list[fx.Node]) -> None:
     with gm.graph.inserting_before(region[-1].next):
         for node in traced.graph.nodes:
             if node.op == "output":
-                for old, new in zip(outputs, node.args[0]):  # type: ignore[arg-type]
+                for old, new in zip(outputs, node.args[0]):
                     old.replace_all_uses_with(names[new], delete_user_cb=lambda user: user not in inside)
             elif node.op != "placeholder":
                 names[node] = gm.graph.node_copy(node, names.__getitem__)

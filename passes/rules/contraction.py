@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..relation import OUT, Op, Relation, Same, Slot
@@ -97,7 +99,7 @@ def pool(op: Op) -> Relation:
     return Relation(aligned("self", range(len(op.shape()) - spatial)), reason="pooling reads its neighbours")
 
 
-def _all_are(value, wanted: int) -> bool:
+def _all_are(value: Any, wanted: int) -> bool:
     return all(v == wanted for v in value) if isinstance(value, (list, tuple)) else value == wanted
 
 

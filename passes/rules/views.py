@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..relation import OUT, Concat, Op, Part, Relation, Reshape, Same, Spread
-from ..sizes import equal, less, size_of
+from ..relation import OUT, Concat, Link, Op, Part, Relation, Reshape, Same, Spread
+from ..sizes import Size, equal, less, size_of
 from .registry import aligned, register_rule
 
 aten = torch.ops.aten
@@ -69,7 +69,7 @@ def repeat(op: Op) -> Relation:
     new = len(after) - len(before)
     times = op.args["repeats" if "repeats" in op.args else "dims"]
     times = [1] * (len(after) - len(times)) + list(times)
-    links = []
+    links: list[Link] = []
     free = set(range(new))
     for d, n in enumerate(before):
         if times[d + new] == 1:
@@ -165,7 +165,7 @@ def pad(op: Op) -> Relation:
     return Relation(aligned("self", {d: d for d in range(rank) if d not in grown}), reason="it pads the token axis")
 
 
-def _bounds(op: Op, size):
+def _bounds(op: Op, size: Size) -> tuple[Size, Size] | None:
     """First and last row of a slice, counted from the front; None if it has a step or is not known."""
     if op.args["step"] != 1:
         return None
