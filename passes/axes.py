@@ -163,7 +163,7 @@ def find_axes(graph: fx.Graph, seeds: Iterable[tuple[fx.Node, Position, Word]] =
             for slot in ("query", "key"):
                 source, rank = op.value(slot), len(op.shape(slot))
                 rows = op.shape(slot)[rank - 2]
-                if source is not None and not equal(rows, 1):
+                if source is not None and not (equal(rows, 1) or equal(rows, 0)):
                     spread.tie(source, Position(rank - 2), (Segment(rows),))
     spread.run()
     return axes
@@ -192,7 +192,7 @@ class _Spread:
     def tie(self, value: fx.Node, at: Position, word: Word) -> None:
         """An axis lies here: make it one with what is already known to lie here."""
         size = shape_of(value)[at.dim]
-        if not equal(size, product((at.outer, total(word), at.inner))) or not word:
+        if not word or equal(size, 0) or not equal(size, product((at.outer, total(word), at.inner))):
             return
         known = self.axes.positions.setdefault(value, {})
         if at in known:

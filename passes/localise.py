@@ -33,7 +33,7 @@ def local_arguments(
     target = op.node.target
     if target in _SHAPE:
         return {_SHAPE[target]: list(shape)}
-    if target in (aten.unflatten.int, aten.flatten.using_ints):
+    if target in _BY_SIZE:
         return {"<view>": list(shape)}
     if target in (aten.slice.Tensor, aten.slice_scatter.default):
         for link in _links(op):
@@ -45,11 +45,12 @@ def local_arguments(
                 start, stop = part(link)
                 return {"start": start, "end": stop}
         return {}
-    if target is aten.repeat.default:
-        times = list(op.args["repeats"])
+    if target in _TIMES:
+        name = _TIMES[target]
+        times = [1] * (len(shape) - len(op.args[name])) + list(op.args[name])
         if at.dim < len(times) - len(op.shape("self")) or op.shape("self")[at.dim - len(times)] == 1:
             times[at.dim] = shape[at.dim]
-            return {"repeats": times}
+            return {name: times}
         return {}
     if target is aten.repeat_interleave.self_int and op.dim("dim", len(shape)) == at.dim:
         return {"output_size": None}
@@ -59,6 +60,11 @@ def local_arguments(
 def _links(op: Op) -> tuple[Link, ...]:
     return relation_of(op.node).links
 
+
+# Views whose meaning depends on sizes (a local dim may have one row and yet not be one to squeeze): local ones reshape.
+_BY_SIZE = {aten.unflatten.int, aten.flatten.using_ints, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
+
+_TIMES = {aten.repeat.default: "repeats", aten.tile.default: "dims"}
 
 _SHAPE = {
     aten.view.default: "size",

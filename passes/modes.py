@@ -84,7 +84,7 @@ def _partial(axes: Axes, node: fx.Node) -> list[Mode]:
     return found
 
 
-def axis_groups(words: Sequence[Word]) -> dict[Segment, int]:
+def axis_groups(axes: Axes) -> dict[Segment, int]:
     """Number the axes: segments that stand in one word belong to one axis."""
     parent: dict[Segment, Segment] = {}
 
@@ -93,7 +93,7 @@ def axis_groups(words: Sequence[Word]) -> dict[Segment, int]:
             s = parent[s]
         return s
 
-    for word in words:
+    for word in (leaves(w) for known in axes.positions.values() for w in known.values()):
         for segment in word[1:]:
             parent[root(segment)] = root(word[0])
         root(word[0])

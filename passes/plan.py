@@ -72,9 +72,7 @@ def make_plan(graph: fx.Graph, axes: Axes, ring: int, ulysses: int, costs: CostM
     """Find the cheapest plan. Changes nothing in the graph."""
     costs = costs or CostModel()
     candidates = {node: modes_of(axes, node) for node in axes.relations}
-    words = [m.word for modes in candidates.values() for m in modes]
-    words += [m.keys[1] for modes in candidates.values() for m in modes if m.keys]
-    groups = axis_groups(words)
+    groups = axis_groups(axes)
     best: Plan | None = None
     for order in _orders(candidates, groups):
         modes = choose_modes(axes, candidates, groups, order)

@@ -191,7 +191,7 @@ class _Rewriter:
         divide = None
         if node.target in (aten.mean.dim, aten.mean.default):
             # The mean over a shard divides by the shard's length; the mean over all tokens by theirs.
-            dims = list(range(len(op.shape("self")))) if op.args.get("dim") is None else op.args["dim"]
+            dims = op.args.get("dim") or list(range(len(op.shape("self"))))
             divide = self._length(product(op.shape("self")[d] for d in dims))
             dtype = node.meta["val"].dtype
             local = self._emit(node, aten.sum.dim_IntList, x, dims, op.args.get("keepdim", False), dtype=dtype)

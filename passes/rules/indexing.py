@@ -39,14 +39,17 @@ def index(op: Op) -> Relation:
     table = op.shape("self")
     given = list(op.args["indices"]) + [None] * (len(table) - len(op.args["indices"]))
     at = [i for i, x in enumerate(given) if x is not None]
+    if not at:
+        return Relation(aligned("self", range(len(table))))
     if any(given[i].meta["val"].dtype == torch.bool for i in at) or at != list(range(at[0], at[-1] + 1)):
         return Relation(reason="it takes rows by a mask, or from dims that are apart")
     width = max(len(op.shape(("indices", i))) for i in at)
-    first = at[0]
+    first, out = at[0], op.shape()
+    if len(out) != len(table) - len(at) + width:
+        return Relation(reason="its output is not made dim by dim")
     links = list(
         aligned("self", {d: d if d < first else d - len(at) + width for d in range(len(table)) if d not in at})
     )
-    out = op.shape()
     for j in range(width):
         ends = []
         for i in at:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..relation import Op, Relation
-from .registry import broadcast, register_rule
+from ..relation import OUT, Op, Relation, Same
+from .registry import aligned, broadcast, register_rule
 
 aten = torch.ops.aten
 
@@ -31,7 +31,6 @@ aten = torch.ops.aten
     aten.fill,
     aten.relu6,
     aten.selu,
-    aten.prelu,
     aten.rrelu,
     aten.square,
     aten.clip,
@@ -56,3 +55,13 @@ aten = torch.ops.aten
 def elementwise(op: Op) -> Relation:
     """All dims, with broadcasting. Ops that torch tags as pointwise come here without being named."""
     return broadcast(op)
+
+
+@register_rule(aten.prelu)
+def prelu(op: Op) -> Relation:
+    """A slope for each channel, which is dim 1, or one for all."""
+    rank = len(op.shape())
+    if op.shape("weight") in ((), (1,)) or rank < 2:
+        return Relation(aligned("self", range(rank)))
+    others = aligned("self", {d: d for d in range(rank) if d != 1})
+    return Relation((*others, Same((("self", 1), ("weight", 0), (OUT, 1)))))

@@ -11,7 +11,7 @@ from .registry import aligned, register_rule
 aten = torch.ops.aten
 
 
-@register_rule(aten.view.default, aten._unsafe_view, aten.reshape, aten.flatten, aten.unflatten, aten._reshape_alias)
+@register_rule(aten.view.default, aten._unsafe_view, aten.reshape, aten.flatten, aten.unflatten)
 def reshape(op: Op) -> Relation:
     return Relation((Reshape("self"),), reason="it splits the token axis over several dims")
 
@@ -100,7 +100,7 @@ def cat(op: Op) -> Relation:
     # An empty 1-D tensor is allowed in any concatenation and adds nothing.
     pieces = [slot for slot, _ in op.inputs() if len(op.shape(slot)) == rank]
     links = [Same((*((s, i) for s in pieces), (OUT, i))) for i in range(rank) if i != d]
-    return Relation((*links, Concat(d, tuple((s, d) for s in pieces))))
+    return Relation((*links, Concat(d, tuple((s, d) for s in pieces if not equal(op.shape(s)[d], 0)))))
 
 
 @register_rule(aten.stack)
