@@ -49,7 +49,13 @@ def transpose(op: Op) -> Relation:
     return Relation(aligned("self", {d: {a: b, b: a}.get(d, d) for d in range(rank)}))
 
 
-@register_rule(aten.t, aten.numpy_T, aten.mT)
+@register_rule(aten.mT)
+def transpose_last(op: Op) -> Relation:
+    rank = len(op.shape())
+    return Relation(aligned("self", {d: {rank - 2: rank - 1, rank - 1: rank - 2}.get(d, d) for d in range(rank)}))
+
+
+@register_rule(aten.t, aten.numpy_T)
 def transpose_all(op: Op) -> Relation:
     rank = len(op.shape())
     return Relation(aligned("self", {d: rank - 1 - d for d in range(rank)}))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -635,11 +635,22 @@ def lay_axis(d: Draw, traced: Traced) -> tuple[Any, Position, list[int]] | None:
 
 
 @pytest.mark.parametrize("packet", BUILDERS, ids=str)
-@settings(max_examples=DRAWS, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(
+    max_examples=DRAWS,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+    derandomize="CP_DRAWS" not in os.environ,
+)
 @given(data=st.data())
 def test_an_op_on_each_ranks_rows_gives_each_ranks_rows_of_the_op(packet: Any, data: st.DataObject) -> None:
     d = Draw(data.draw)
-    traced = Traced.of(BUILDERS[packet](d, packet))
+    drawn = BUILDERS[packet](d, packet)
+    try:
+        drawn()
+    except RuntimeError:
+        reject()  # torch itself refuses the arguments (a kernel larger than its input, say)
+    traced = Traced.of(drawn)
     laid = lay_axis(d, traced)
     if laid is None:
         return
