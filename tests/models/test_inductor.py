@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.test_training import gradients
+from tests.models.test_variants import run_variant
 
 pytestmark = [pytest.mark.ranks, pytest.mark.inductor]
 
@@ -24,13 +24,12 @@ def test_inductor_runs_a_ring(compare):
     compare("FluxTransformer2DModel", 2, ring=2, inner="inductor", timeout=600.0).check()
 
 
-def test_inductor_trains(ranks):
-    for answer in ranks(2).run(_inductor_gradients, timeout=600.0):
-        assert answer["missing"] == [] and answer["worst"] <= 1e-5, answer
-
-
-def _inductor_gradients() -> dict:
-    return gradients("FluxTransformer2DModel", {"ulysses": 2, "inner": "inductor"})
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2)])
+def test_inductor_trains(ranks, ulysses, ring):
+    """No timestep in this model: Inductor's exp and sin of one differ from eager's by what gradients would show."""
+    arguments = ("causal, grouped queries", ulysses, ring, "alltoall", "inductor")
+    for answer in ranks(2).run(run_variant, *arguments, timeout=600.0):
+        assert answer["error"] <= 1e-11, answer
 
 
 def test_a_second_process_is_right_on_every_rank_from_a_warm_cache(tmp_path: Path):
