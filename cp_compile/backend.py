@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -131,7 +130,7 @@ class CPBackend:
         local = rewrite(captured, plan, mesh, self.options, training)
         seconds = time.perf_counter() - start
         report = explain(graph, plan, local, mesh, self.options, number, seconds)
-        verify(describe(local.module, [*captured.prefix, *example_inputs]), mesh, _next_number(mesh), self.timeout)
+        verify(describe(local.module, [*captured.prefix, *example_inputs]), mesh, self.timeout)
         self._keep(report)
         log.info(report.summary)
         return self._finish(captured, local.module, example_inputs)
@@ -163,13 +162,3 @@ class CPBackend:
         where = next((w for n in gm.graph.nodes if n.op == "call_function" and (w := where_of(n))), "")
         self._keep(GraphReport(number, note, where=where))
         log.info("cp: %s", note)
-
-
-_compiled: dict[tuple[int, ...], int] = {}
-
-
-def _next_number(mesh: Mesh) -> int:
-    """Which compilation of these ranks this is, over all backends of the process; counted alike on every rank."""
-    key = (id(dist.group.WORLD), *mesh.ranks)
-    _compiled[key] = _compiled.get(key, 0) + 1
-    return _compiled[key]

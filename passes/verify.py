@@ -42,13 +42,12 @@ def describe(module: fx.GraphModule, example_inputs: Sequence[Any]) -> list[str]
     return lines
 
 
-def verify(lines: Sequence[str], mesh: Mesh, number: int, timeout: float) -> None:
+def verify(lines: Sequence[str], mesh: Mesh, timeout: float) -> None:
     """Compare a schedule with the other ranks'.
 
     Args:
         lines: what :func:`describe` gave.
         mesh: the ranks that must agree.
-        number: which compilation of this mesh this is, counted on each rank.
         timeout: seconds to wait for the slowest rank.
 
     Raises:
@@ -58,8 +57,11 @@ def verify(lines: Sequence[str], mesh: Mesh, number: int, timeout: float) -> Non
         return
     text = "\n".join(lines)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    store = dist.PrefixStore(f"cp_compile/{'-'.join(map(str, mesh.ranks))}/{number}", _torch._get_default_store())
     me = mesh.ranks[mesh.rank]
+    shared = dist.PrefixStore(f"cp_compile/{'-'.join(map(str, mesh.ranks))}", _torch._get_default_store())
+    # Each rank counts its own compilations, over all backends, in the store: the count lives as long as the group does.
+    number = shared.add(f"compiled/{me}", 1)
+    store = dist.PrefixStore(f"{number}", shared)
     store.set(f"text/{me}", text)
     store.set(f"hash/{me}", digest)
     missing = _missing(store, mesh, timeout)
