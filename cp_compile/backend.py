@@ -129,7 +129,7 @@ class CPBackend:
         training = torch.is_grad_enabled() and any(captured.trained)
         local = rewrite(captured, plan, mesh, self.options, training)
         seconds = time.perf_counter() - start
-        report = explain(graph, plan, local, mesh, self.options, number, seconds)
+        report = explain(captured, plan, local, mesh, self.options, number, seconds)
         verify(describe(local.module, [*captured.prefix, *example_inputs]), mesh, self.timeout)
         self._keep(report)
         log.info(report.summary)

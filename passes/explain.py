@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from ..attention import AttentionSpec, collectives, elements_sent, variant
+from ..attention.heads import plan_heads
+from ..attention.kernel import MATH
+from ..attention.ring import plan_ring
 from ..mesh import Mesh
 from ..placement import Placement
 from ..report import AttentionReport, GatherReport, GraphReport, SegmentReport
+from .capture import Captured
 from .costs import bytes_of, flops_of, number
 from .plan import Plan
-from .relation import is_tensor, shape_of
+from .relation import Op, is_tensor, shape_of
 from .rewrite import Options, Rewritten
 from .rules.attention import ATTENTION
 from .rules.registry import find_rule
@@ -22,10 +28,14 @@ __all__ = ["explain", "where_of"]
 
 
 def explain(
-    graph: fx.Graph, plan: Plan, rewritten: Rewritten, mesh: Mesh, options: Options, n: int, seconds: float
+    captured: Captured, plan: Plan, rewritten: Rewritten, mesh: Mesh, options: Options, n: int, seconds: float
 ) -> GraphReport:
     """Describe one compiled graph."""
-    attentions = tuple(_attention(node, plan, mesh, options) for node in graph.nodes if node.target is ATTENTION)
+    graph = captured.module.graph
+    learned = _learned(captured) if torch.is_grad_enabled() else set()
+    attentions = tuple(
+        _attention(node, plan, mesh, options, learned) for node in graph.nodes if node.target is ATTENTION
+    )
     last = max((i for i, node in enumerate(graph.nodes) if node.target is ATTENTION and node in plan.modes), default=-1)
     place = {node: i for i, node in enumerate(graph.nodes)}
     gathers = tuple(
@@ -69,8 +79,9 @@ def where_of(node: fx.Node) -> str:
     ]
     if not frames:
         return ""
-    parts = frames[-1].split(", ")
-    return f"{parts[0].removeprefix('File ').strip(chr(34))}:{parts[1].removeprefix('line ')}"
+    file, line = frames[-1].split(", ")[:2]
+    path = file.removeprefix("File ").strip('"').rpartition("site-packages/")[2]  # installed code, by its package
+    return f"{path}:{line.removeprefix('line ')}"
 
 
 def _module(node: fx.Node) -> str:
@@ -78,17 +89,25 @@ def _module(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
-    for noise in ("L['self']._modules", "L['self']", "L['fn']"):
-        path = path.replace(noise, "")
-    return path.replace("['", ".").replace("']", "").replace("._modules", "").strip(".")
+    # Dynamo writes a path as an expression: L['self'].__dict__['_modules']['transformer_blocks'].0.attn
+    words = re.findall(r"\w+", list(stack.values())[-1][0])
+    return ".".join(w for w in words if w not in ("L", "self", "fn", "__dict__", "_modules"))
 
 
 def _op_name(node: fx.Node) -> str:
     return node.name if node.op == "placeholder" else str(node.target).removesuffix(".default")
 
 
-def _attention(node: fx.Node, plan: Plan, mesh: Mesh, options: Options) -> AttentionReport:
+def _learned(captured: Captured) -> set[fx.Node]:
+    """Values that a gradient flows through."""
+    found = {n for n, trained in zip(captured.placeholders, captured.trained) if trained}
+    for node in captured.module.graph.nodes:
+        if any(v in found for v in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _attention(node: fx.Node, plan: Plan, mesh: Mesh, options: Options, learned: set[fx.Node]) -> AttentionReport:
     op = plan.axes.ops[node]
     mode = plan.modes.get(node)
     kind, kernel, calls, sent = "whole", "sdpa", 0, 0
@@ -100,7 +119,7 @@ def _attention(node: fx.Node, plan: Plan, mesh: Mesh, options: Options) -> Atten
         calls = collectives(spec)
         shapes = [tuple(map(number, shape_of(op.args[s]))) for s in ("query", "key", "value")]
         sent = int(elements_sent(_spec(node, plan, mesh, options, _hinted), *shapes)) * node.meta["val"].dtype.itemsize
-        kernel = _kernel(node, spec) if kind in ("ring", "unified") else "sdpa"
+        kernel = _kernel(op, spec, learned) if kind in ("ring", "unified") else "sdpa"
     mask = op.args["attn_mask"]
     return AttentionReport(
         name=node.name,
@@ -121,12 +140,15 @@ def _spec(
     node: fx.Node, plan: Plan, mesh: Mesh, options: Options, change: Callable[[Placement], Placement]
 ) -> AttentionSpec:
     mode = plan.modes[node]
+    args = plan.axes.ops[node].args
     kv = mode.keys[1] if mode.keys and node in plan.keys_sharded else None
     return AttentionSpec(
         mesh,
         change(plan.placement(mode.word)),
         None if kv is None else change(plan.placement(kv)),
-        causal=bool(plan.axes.ops[node].args["is_causal"]),
+        causal=bool(args["is_causal"]),
+        scale=args["scale"],
+        dropout_p=args["dropout_p"],
         rotate=options.rotate,  # type: ignore[arg-type]
         convert_to_fp32=options.convert_to_fp32,
     )
@@ -136,8 +158,18 @@ def _hinted(p: Placement) -> Placement:
     return Placement(tuple(number(n) for n in p.lengths), p.ring, p.ulysses, p.zigzag)
 
 
-def _kernel(node: fx.Node, spec: AttentionSpec) -> str:
-    return "logsumexp"
+def _kernel(op: Op, spec: AttentionSpec, learned: set[fx.Node]) -> str:
+    """The kernel of a ring's blocks."""
+    q, v = (_four_dims(op.args[slot].meta["val"]) for slot in ("query", "value"))
+    mask = op.args["attn_mask"]
+    if mask in learned:
+        return MATH.name  # no other kernel gives the gradient of the scores
+    heads = plan_heads(int(q.shape[1]), int(v.shape[1]), spec.mesh.ulysses)
+    return plan_ring(q, v, None if mask is None else mask.meta["val"], heads, spec).kernel.name
+
+
+def _four_dims(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
 
 
 def _shape(node: fx.Node) -> tuple[int | str, ...]:
@@ -160,9 +192,7 @@ def _reason(value: fx.Node, user: fx.Node, plan: Plan) -> str:
         return f"{name}: no rule for it"
     if user in plan.modes:
         return f"{name} needs it whole or cut along another dim"
-    if any(p in plan.axes.positions.get(user, ()) for p in plan.axes.positions.get(user, ())) and _could_shard(
-        user, plan
-    ):
+    if _could_shard(user, plan):
         return f"{name}: cheaper on all tokens"
     return f"{name}: {relation.reason}"
 

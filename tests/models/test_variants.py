@@ -100,6 +100,14 @@ def test_a_causal_ring_is_cut_zigzag(ranks):
     assert all(answer["zigzag"] for answer in answers)
 
 
+@pytest.mark.parametrize("model", ["causal, grouped queries", "joint, masked, five heads"])
+def test_the_report_names_the_kernel_of_a_ring(ranks, model):
+    # In fp64 the flash kernel of the CPU serves; a bias that is trained needs the scores, and so the plain one.
+    kernel = "cpu_flash" if model.startswith("causal") else "math"
+    for answer in ranks(2).run(run_variant, model, 1, 2, "alltoall"):
+        assert set(answer["kernels"]) == {kernel}
+
+
 def run_variant(name: str, ulysses: int, ring: int, rotate: Any, inner: Any = "aot_eager") -> dict[str, Any]:
     """Error of outputs and gradients of one case, in fp64, and what the report says of it; run on each rank."""
     from cp_compile import cp_backend
@@ -124,6 +132,7 @@ def run_variant(name: str, ulysses: int, ring: int, rotate: Any, inner: Any = "a
     return {
         "error": relative_error(flat[1], flat[0]),
         "variants": [a.variant for a in graph.attentions],
+        "kernels": [a.kernel for a in graph.attentions],
         "zigzag": any(a.zigzag for a in graph.axes),
     }
 
