@@ -18,7 +18,7 @@ from .passes import _torch
 from .passes.axes import find_axes
 from .passes.capture import Captured, capture
 from .passes.compile import compile_graph
-from .passes.explain import explain, where_of
+from .passes.explain import explain, higher_order_ops, where_of
 from .passes.plan import make_plan
 from .passes.rewrite import Options, rewrite
 from .passes.rules.attention import ATTENTION
@@ -122,7 +122,11 @@ class CPBackend:
         captured = capture(gm, example_inputs)
         graph = captured.module.graph
         if not any(n.target is ATTENTION for n in graph.nodes):
-            self._note(number, gm, "no attention in this graph: it is compiled unchanged, every rank runs all of it")
+            note = "no attention in this graph: it is compiled unchanged, every rank runs all of it"
+            unentered = higher_order_ops(graph)
+            if unentered:
+                note += f" ({', '.join(sorted(unentered))} included)"
+            self._note(number, gm, note)
             return compile_graph(gm, example_inputs, self.inner, self.inner_options)
         axes = find_axes(graph)
         plan = make_plan(graph, axes, self.ring, self.ulysses)

@@ -24,7 +24,7 @@ from .rules.attention import ATTENTION
 from .rules.registry import find_rule
 from .segments import Word, leaves
 
-__all__ = ["explain", "where_of"]
+__all__ = ["explain", "higher_order_ops", "where_of"]
 
 
 def explain(
@@ -201,8 +201,13 @@ def _could_shard(user: fx.Node, plan: Plan) -> bool:
     return any(plan.axes.inputs_at(user, at) is not None for at in plan.axes.positions.get(user, ()))
 
 
+def higher_order_ops(graph: fx.Graph) -> set[str]:
+    """Ops with child graphs (FlexAttention, ``cond``, ...) that were not entered: they run on all tokens."""
+    return {str(n.target) for n in graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)}
+
+
 def _unknown(graph: fx.Graph, plan: Plan) -> set[str]:
-    found = set()
+    found = higher_order_ops(graph)
     for node in graph.nodes:
         known = not hasattr(node.target, "_schema") or find_rule(node.target) is not None
         if not known and any(v in plan.axes.positions for v in node.all_input_nodes if is_tensor(v)):
