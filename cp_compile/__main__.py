@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cp_compile import demo
+from cp_compile import demo, explain_command
 from cp_compile._version import __version__
 
 
@@ -24,9 +24,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "our backend, and compares it with one process. Exit status 0 only if the answers are equal.",
     )
     demo.add_arguments(shown)
+    shown.set_defaults(run=demo.run, error=shown.error)
+    explained = commands.add_parser(
+        "explain",
+        help="print what would run sharded on any number of ranks, and why not the rest, without starting one",
+        description="Plans a model for any number of ranks, without starting them, and prints the report.",
+    )
+    explain_command.add_arguments(explained)
+    explained.set_defaults(run=explain_command.run, error=explained.error)
     args = parser.parse_args(argv)
     try:
-        return demo.run(args, shown.error)
+        return int(args.run(args, args.error))
     except KeyboardInterrupt:
         return 130
 

@@ -27,7 +27,7 @@ from cp_compile import zoo
 from cp_compile.agreement import digest, relative_error
 from cp_compile.local_ranks import LOOPBACK, LocalRanks, RankError
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "configure", "run"]
 
 TOLERANCE = 1e-5
 
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace, error: Callable[[str], Any]) -> int:
     """
     given = dist.is_torchelastic_launched()
     try:
-        config = _configure(args, int(os.environ["WORLD_SIZE"]) if given else None)
+        config = configure(args, int(os.environ["WORLD_SIZE"]) if given else None)
     except ValueError as reason:
         if given and os.environ["RANK"] != "0":
             return 2
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace, error: Callable[[str], Any]) -> int:
     return 0 if _equal(_summary(config, answers)) else 1
 
 
-def _configure(args: argparse.Namespace, given: int | None) -> Config:
+def configure(args: argparse.Namespace, given: int | None) -> Config:
     """The options as a configuration; ``given`` is the number of ranks that a launcher has started.
 
     Raises:

@@ -98,7 +98,7 @@ def test_ranks_that_a_launcher_started_are_taken() -> None:
 
 @pytest.mark.fast
 def test_the_demos_flux_has_a_token_for_every_16_pixels() -> None:
-    inputs = demo._configure(_options("--height", "48", "--width", "80"), None).case().kwargs()
+    inputs = demo.configure(_options("--height", "48", "--width", "80"), None).case().kwargs()
     assert inputs["hidden_states"].shape == (1, 15, 64)
     assert inputs["img_ids"][-1].tolist() == [0.0, 2.0, 4.0]
     assert inputs["img_ids"].dtype == torch.float32
@@ -131,7 +131,7 @@ def _answer(**changes: Any) -> dict[str, Any]:
 def test_only_equal_answers_count_as_equal(
     second: dict[str, Any], equal: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = demo._configure(_options(), None)
+    config = demo.configure(_options(), None)
     answers = [_answer(), second]
     assert demo._equal(demo._summary(config, answers)) is equal
     demo._show(config, answers, as_json=False)
@@ -143,7 +143,7 @@ def test_only_equal_answers_count_as_equal(
 @pytest.mark.fast
 def test_a_step_of_several_ranks_lasts_as_long_as_its_slowest_rank() -> None:
     answers = [_answer(together=[1.0, 5.0, 1.0]), _answer(together=[2.0, 1.0, 9.0])]
-    assert demo._summary(demo._configure(_options(), None), answers)["step_s_parallel"] == 5.0
+    assert demo._summary(demo.configure(_options(), None), answers)["step_s_parallel"] == 5.0
 
 
 @pytest.mark.fast
@@ -181,7 +181,7 @@ def test_a_rank_that_fails_is_told_once_and_ends_the_demo(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Ranks build the case by name, and there is none: as if a rank's installation were another one than ours.
-    monkeypatch.setattr(demo, "_configure", lambda *_: demo.Config("gone", 2, 2, 1, "aot_eager", 512, 512, 1, 60.0))
+    monkeypatch.setattr(demo, "configure", lambda *_: demo.Config("gone", 2, 2, 1, "aot_eager", 512, 512, 1, 60.0))
     assert main(["demo"]) == 1
     err = capsys.readouterr().err
     assert err.count("no case is called 'gone'") == 1
