@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -20,6 +20,7 @@ from cp_compile import ops  # noqa: F401  (registers the ops)
 from cp_compile.mesh import Mesh
 from cp_compile.passes.axes import Axes, find_axes
 from cp_compile.passes.capture import Captured, capture
+from cp_compile.passes.costs import CostModel
 from cp_compile.passes.modes import Mode, axis_groups, modes_of
 from cp_compile.passes.plan import Plan, make_plan
 from cp_compile.passes.relation import Position
@@ -36,8 +37,11 @@ __all__ = [
     "capture_function",
     "check",
     "check_mode",
+    "compare",
+    "compile_captured",
     "compile_function",
     "count",
+    "graph_of",
     "rows_of",
     "tensor",
 ]
@@ -49,16 +53,19 @@ TOLERANCE = 1e-10
 """Relative to the largest value, in float64: orders of summation differ, nothing else does."""
 
 
-class _Function(nn.Module):
-    """A function of tensors as the module that the capture expects, with a flat tuple of outputs."""
+def graph_of(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:
+    """A function of tensors as a graph like Dynamo's: an input each, and a flat tuple of outputs."""
+    if isinstance(function, fx.GraphModule):
+        return function
 
-    def __init__(self, function: Callable[..., Any]):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> tuple[Any, ...]:
-        out = self.function(*args)
+    def flat(*args: Any) -> tuple[Any, ...]:
+        out = function(*args)
         return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+    graph = fx.Graph()
+    args = tuple(graph.placeholder(f"x{i}") for i in range(len(inputs)))
+    graph.output(graph.call_function(flat, args))
+    return fx.GraphModule({}, graph)
 
 
 def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -121,8 +128,7 @@ class Compiled:
 
 def capture_function(function: Callable[..., Any], inputs: Sequence[Any]) -> Captured:
     """Capture as the backend does."""
-    module = function if isinstance(function, nn.Module) else _Function(function)
-    return capture(module, list(inputs))  # type: ignore[arg-type]
+    return capture(graph_of(function, inputs), list(inputs))
 
 
 def compile_function(
@@ -133,11 +139,26 @@ def compile_function(
     *,
     training: bool = False,
     rotate: str = "alltoall",
+    costs: CostModel | None = None,
 ) -> Compiled:
     """All passes, for every rank of a mesh."""
-    captured = capture_function(function, inputs)
+    return compile_captured(
+        capture_function(function, inputs), ring, ulysses, training=training, rotate=rotate, costs=costs
+    )
+
+
+def compile_captured(
+    captured: Captured,
+    ring: int = 1,
+    ulysses: int = 2,
+    *,
+    training: bool = False,
+    rotate: str = "alltoall",
+    costs: CostModel | None = None,
+) -> Compiled:
+    """The passes that follow the capture, for every rank of a mesh."""
     axes = find_axes(captured.module.graph)
-    plan = make_plan(captured.module.graph, axes, ring, ulysses)
+    plan = make_plan(captured.module.graph, axes, ring, ulysses, costs)
     options = Options(rotate)
     views = meshes(ring, ulysses)
     programs = [rewrite(captured, plan, mesh, options, training) for mesh in views]
@@ -153,6 +174,7 @@ def check(
     training: bool = False,
     rotate: str = "alltoall",
     loss: Callable[..., Tensor] | None = None,
+    costs: CostModel | None = None,
 ) -> Compiled:
     """Compile a function for a mesh, run it on every rank, and compare with the function itself.
 
@@ -164,15 +186,32 @@ def check(
         training: compare the gradient of every input too.
         rotate: how the ring moves keys and values.
         loss: a scalar of the outputs; a fixed weighted sum of them when not given.
+        costs: what the plan goes by; the default model when not given.
 
     Raises:
         AssertionError: an output or gradient differs from that of one process, or between ranks by a bit.
     """
-    compiled = compile_function(function, inputs, ring, ulysses, training=training, rotate=rotate)
+    compiled = compile_function(function, inputs, ring, ulysses, training=training, rotate=rotate, costs=costs)
+    compare(compiled, function, inputs, training=training, loss=loss)
+    return compiled
+
+
+def compare(
+    compiled: Compiled,
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    training: bool = False,
+    loss: Callable[..., Tensor] | None = None,
+) -> None:
+    """Run a compiled function on every rank, and compare with the function itself: see :func:`check`."""
     loss = loss or _weighted_sum
 
     def fresh() -> list[Any]:
-        return [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
+        return [
+            x.detach().clone().requires_grad_(training and x.requires_grad) if isinstance(x, Tensor) else x
+            for x in inputs
+        ]
 
     def results(out: Any, mine: list[Any]) -> dict[str, Tensor | None]:
         found: dict[str, Tensor | None] = {f"output {i}": x for i, x in enumerate(out)}
@@ -184,14 +223,12 @@ def check(
         return {k: v.detach() if isinstance(v, Tensor) else v for k, v in found.items()}
 
     mine = fresh()
-    module = function if isinstance(function, nn.Module) else _Function(function)
-    expected = results(module(*mine), mine)
+    expected = results(graph_of(function, inputs)(*mine), mine)
     ranks = compiled.run(fresh, results)
     for rank, got in enumerate(ranks):
         for name, want in expected.items():
             assert_close(got[name], want, f"{name} on rank {rank}")
             assert _same(got[name], ranks[0][name]), f"{name} differs between rank 0 and rank {rank}"
-    return compiled
 
 
 def _weighted_sum(*outputs: Any) -> Tensor:
