@@ -9,7 +9,7 @@ hand is attention.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,17 +112,19 @@ def _lift_constants(module: fx.GraphModule) -> list[torch.Tensor]:
 
 def _normalise(module: fx.GraphModule) -> None:
     graph = module.graph
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        change = _NORMAL_FORMS.get(node.target)
-        if change is not None:
-            with graph.inserting_before(node):
-                change(graph, node)
+    _change(graph, _NORMAL_FORMS)
     recognise_attention(graph)
+    _change(graph, _DRAWS)
     graph.eliminate_dead_code(is_impure_node=_is_impure)
     graph.lint()
     module.recompile()
+
+
+def _change(graph: fx.Graph, forms: dict[Any, Callable[[fx.Graph, fx.Node], None]]) -> None:
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in forms:
+            with graph.inserting_before(node):
+                forms[node.target](graph, node)
 
 
 def _is_impure(node: fx.Node) -> bool:
@@ -160,13 +162,15 @@ def _copy(graph: fx.Graph, node: fx.Node) -> None:
     if have.device != want.device:
         source = call(graph, node, aten._to_copy.default, source, device=want.device)
     if len(have.shape) != len(want.shape) or any(a is not b and a != b for a, b in zip(have.shape, want.shape)):
-        shape = [
-            n if isinstance(n, int) else call(graph, node, aten.sym_size.int, target, i)
-            for i, n in enumerate(want.shape)
-        ]
-        source = call(graph, node, aten.expand.default, source, shape)
+        source = call(graph, node, aten.expand.default, source, _shape(graph, node, target))
     node.replace_all_uses_with(source)  # type: ignore[arg-type]
     graph.erase_node(node)
+
+
+def _shape(graph: fx.Graph, node: fx.Node, x: Any) -> list[Any]:
+    """The shape of a value, as the graph may hold it."""
+    sizes = enumerate(x.meta["val"].shape)
+    return [n if isinstance(n, int) else call(graph, node, aten.sym_size.int, x, i) for i, n in sizes]
 
 
 def _split(graph: fx.Graph, node: fx.Node) -> None:
@@ -212,4 +216,52 @@ _NORMAL_FORMS = {
     aten.unsafe_chunk.default: _split,
     aten.unsafe_split.Tensor: _split,
     aten.unbind.int: _unbind,
+}
+
+
+def _dropout(graph: fx.Graph, node: fx.Node) -> None:
+    """``dropout(x)`` is ``x`` times factors drawn for its shape alone: the dropout of ones."""
+    op = Op.of(node)
+    x, p, train = (op.args[name] for name in ("input", "p", "train"))
+    if train and p:
+        ones = call(graph, node, aten.ones.default, _shape(graph, node, x), **_options(x))
+        x = call(graph, node, aten.mul.Tensor, x, call(graph, node, aten.dropout.default, ones, p, True))
+    node.replace_all_uses_with(x)
+    graph.erase_node(node)
+
+
+def _fill(graph: fx.Graph, node: fx.Node) -> None:
+    """What a tensor held before it was filled with random values does not matter."""
+    x = node.args[0]
+    node.update_arg(0, call(graph, node, aten.empty.memory_format, _shape(graph, node, x), **_options(x)))
+
+
+def _like(graph: fx.Graph, node: fx.Node) -> None:
+    """Random values like a tensor's depend on its shape alone."""
+    target, numbers = _LIKE[node.target]
+    op = Op.of(node)
+    args = [op.args[name] for name in numbers]
+    node.replace_all_uses_with(call(graph, node, target, *args, _shape(graph, node, op.args["self"]), **_options(node)))
+    graph.erase_node(node)
+
+
+def _options(x: Any) -> dict[str, Any]:
+    return {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
+
+
+_LIKE = {
+    aten.rand_like.default: (aten.rand.default, ()),
+    aten.randn_like.default: (aten.randn.default, ()),
+    aten.randint_like.default: (aten.randint.default, ("high",)),
+    aten.randint_like.low_dtype: (aten.randint.low, ("low", "high")),
+}
+
+# Draws are made for all tokens, so that they are those of one process: no draw may wait for a value that is sharded.
+_DRAWS = {
+    aten.dropout.default: _dropout,
+    aten.bernoulli.p: _fill,
+    aten.uniform.default: _fill,
+    aten.normal_functional.default: _fill,
+    aten.exponential.default: _fill,
+    **dict.fromkeys(_LIKE, _like),
 }

@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from cp_compile.attention.dropout import dropout_attention
 from cp_compile.attention.spec import AttentionSpec
 
 __all__ = ["local_attention", "sdpa"]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec, causal: bool) -> Tensor:
-    """Plain SDPA with the numbers of ``spec``; ``[B, H, S, D]``, fewer kv heads are shared by groups of query heads."""
+    """SDPA of ``[B, H, S, D]`` with the scale of ``spec``, without dropout; groups of query heads share kv heads."""
     # SDPA takes fp32 masks for any dtype of q, but in torch 2.13 its CPU kernel misreads them where q is fp64.
     wide = torch.bool, q.dtype, torch.float32 if q.dtype != torch.float64 else q.dtype
     if mask is not None and mask.dtype not in wide:
         mask = mask.to(q.dtype)
     return scaled_dot_product_attention(
-        q, k, v, mask, spec.dropout_p, causal, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, mask, 0.0, causal, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
@@ -37,15 +38,17 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: 
         spec: the attention.
 
     Returns:
-        ``[B, Hq, spec.q.local, Dv]``. With dropout, padded rows are no copies: each row draws its own.
+        ``[B, Hq, spec.q.local, Dv]``.
     """
     if spec.kv is not None and spec.kv.padded:  # one rank, whose zigzag chunks are padded to an even length
         k, v = (spec.kv.merge(x.unsqueeze(2), 2) for x in (k, v))
-    if spec.mesh.degree == 1 and not spec.q.padded:
+    if spec.mesh.degree == 1 and not spec.q.padded and not spec.dropout_p:
         return sdpa(q, k, v, mask, spec, spec.causal)
+    rows = spec.q.rows(spec.mesh.rank, q.device)
     if spec.causal:
-        rows = spec.q.rows(spec.mesh.rank, q.device)
         mask = (rows.unsqueeze(1) >= torch.arange(k.shape[2], device=q.device))[None, None]
     elif mask is not None and mask.shape[2] != 1:
-        mask = mask.index_select(2, spec.q.rows(spec.mesh.rank, mask.device))
+        mask = mask.index_select(2, rows)
+    if spec.dropout_p:
+        return dropout_attention(q, k, v, mask, spec, torch.arange(q.shape[1], device=q.device), rows)
     return sdpa(q, k, v, mask, spec, False)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from cp_compile.attention.blocks import Block, RingPlan, order_matters
+from cp_compile.attention.dropout import draw_seed
 from cp_compile.attention.heads import HeadPlan, plan_heads
 from cp_compile.attention.kernel import MATH, accumulation_dtype, choose
 from cp_compile.attention.spec import AttentionSpec
@@ -87,13 +88,8 @@ def plan_ring(q: Tensor, v: Tensor, mask: Tensor | None, heads: HeadPlan, spec: 
 
 
 def _ring(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: HeadPlan, spec: AttentionSpec) -> Tensor:
-    seed = _draw_seed(q.device) if spec.dropout_p > 0 else None
+    seed = draw_seed(q.device) if spec.dropout_p > 0 else None
     return cast(Tensor, _RingAttention.apply(q, k, v, mask, seed, plan_ring(q, v, mask, heads, spec)))
-
-
-def _draw_seed(device: torch.device) -> Tensor:
-    """From the default generator: ranks may draw different ones, no two of them compute the same weight."""
-    return torch.randint(2**32, (), device=device)
 
 
 def _no_autocast(device: str) -> AbstractContextManager[object]:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cp_compile.attention.dropout import dropout_attention
 from cp_compile.attention.heads import HeadPlan, plan_heads
 from cp_compile.attention.local import sdpa
 from cp_compile.attention.spec import AttentionSpec, same_placement
@@ -45,12 +46,17 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec
     assert spec.kv is not None
     # Softmax does not mind the order of the keys, and rows stay where they arrive if nothing tells them apart.
     # Padded keys have to go; padded queries may stay, they are copies and so are their results.
-    ordered = mask is not None or spec.causal or spec.kv.padded
+    ordered = mask is not None or spec.causal or spec.kv.padded or spec.dropout_p > 0
 
     def inner(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: HeadPlan) -> Tensor:
         index = heads.kv_index(spec.mesh.ulysses_rank, k.device)
         if index is not None:
             k, v = k.index_select(1, index), v.index_select(1, index)
+        if spec.dropout_p:
+            rows = torch.arange(q.shape[2], device=q.device)
+            if spec.causal:
+                mask = (rows.unsqueeze(1) >= torch.arange(k.shape[2], device=q.device))[None, None]
+            return dropout_attention(q, k, v, mask, spec, heads.q_index(spec.mesh.ulysses_rank, q.device), rows)
         return sdpa(q, k, v, mask, spec, spec.causal)
 
     return exchange_heads(q, k, v, mask, spec, (spec.q, spec.kv), ordered, inner)

@@ -18,12 +18,13 @@ def attention(op: Op) -> Relation:
     """Query rows are output rows, key rows are value rows, and batch and head dims are everyone's.
 
     The mask is not linked to the rows: every variant selects the rows and columns that it needs from the whole mask.
+    With dropout, tokens do not lie along a batch dim: SDPA on a rank's part of a batch would drop what others drop.
     """
     out = op.shape()
     rank = len(out)
     links = [Same((("query", rank - 2), (OUT, rank - 2))), Same((("key", rank - 2), ("value", rank - 2)))]
     mask = op.value("attn_mask")
-    for d in range(rank - 2):
+    for d in range(rank - 2 if op.args["dropout_p"] == 0 else 0):
         ends: list[tuple[Slot, int]] = [(OUT, d)]
         for slot in ("query", "key", "value"):
             if not equal(op.shape(slot)[d], out[d]):

@@ -17,8 +17,6 @@ aten = torch.ops.aten
     aten.detach,
     aten.contiguous,
     aten.lift_fresh_copy,
-    aten.dropout,
-    aten.bernoulli,
     aten.masked_fill,
     aten.where.self,
     aten.where.ScalarOther,
@@ -31,7 +29,6 @@ aten = torch.ops.aten
     aten.fill,
     aten.relu6,
     aten.selu,
-    aten.rrelu,
     aten.square,
     aten.clip,
     aten.type_as,
@@ -55,6 +52,12 @@ aten = torch.ops.aten
 def elementwise(op: Op) -> Relation:
     """All dims, with broadcasting. Ops that torch tags as pointwise come here without being named."""
     return broadcast(op)
+
+
+@register_rule(aten.rrelu)
+def rrelu(op: Op) -> Relation:
+    """In training each element has a slope of its own."""
+    return Relation(reason="random values are drawn for all tokens") if op.args["training"] else broadcast(op)
 
 
 @register_rule(aten.prelu)

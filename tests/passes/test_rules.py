@@ -108,18 +108,14 @@ def of_complex(d: Draw, packet: Any) -> Call:
     return call(packet, d.tensor(d.shape(), torch.complex128))
 
 
-@covers(aten.full_like, aten.logit, aten.clip, aten.fill, aten._to_copy, aten.bernoulli, aten.dropout, aten.rrelu)
+@covers(aten.full_like, aten.logit, aten.clip, aten.fill, aten._to_copy, aten.rrelu)
 def unary_with_numbers(d: Draw, packet: Any) -> Call:
     x = d.tensor(d.shape())
     if packet in (aten.clip, aten.fill) and d.of(True, False):
         bound = d.tensor([] if packet is aten.fill else d.broadcastable(list(x.shape)))
         return call(packet.Tensor, x, bound)
-    if packet is aten.bernoulli:
-        return call(packet.p, x, d.of(0.0, 1.0))
-    if packet is aten.dropout:
-        return call(packet, x, *d.of((0.5, False), (0.0, True)))
     if packet is aten.rrelu:
-        return call(packet, x, 0.1, 0.3, False)
+        return call(packet, x, 0.1, 0.3, d.of(True, False))
     if packet is aten._to_copy:
         return call(packet, x, dtype=d.of(torch.float32, torch.float64, torch.int64))
     target = packet.Scalar if packet is aten.fill else packet
@@ -561,6 +557,12 @@ def by_position(d: Draw, packet: Any) -> Call:
         aten.linspace: (0, 1, n), aten.rand: ([n, 2],), aten.randn: ([n, 2],), aten.randint: (5, [n, 2])
     }  # fmt: skip
     return call(packet, *arguments.get(packet, (n,)))
+
+
+@covers(aten.dropout, aten.bernoulli, aten.uniform, aten.normal_functional, aten.exponential)
+def drawn(d: Draw, packet: Any) -> Call:
+    numbers = {aten.dropout: (0.5, True), aten.bernoulli: (0.5,)}
+    return call(packet.p if packet is aten.bernoulli else packet, d.tensor(d.shape()), *numbers.get(packet, ()))
 
 
 @covers(aten.embedding)
