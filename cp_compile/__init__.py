@@ -9,6 +9,7 @@
 from ._version import __version__
 from .backend import CPBackend, cp_backend
 from .errors import CPError, MeshError, ScheduleError
+from .parallelize import from_pretrained, parallelize, report_of, unparallelize
 from .passes.rules import register_rule
 from .report import Report
 
@@ -20,5 +21,9 @@ __all__ = [
     "ScheduleError",
     "__version__",
     "cp_backend",
+    "from_pretrained",
+    "parallelize",
     "register_rule",
+    "report_of",
+    "unparallelize",
 ]

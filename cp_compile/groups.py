@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .errors import MeshError
 from .mesh import Mesh
 
-__all__ = ["RING", "ULYSSES", "build_mesh"]
+__all__ = ["RING", "ULYSSES", "build_mesh", "check_ranks"]
 
 RING, ULYSSES = "ring", "ulysses"
 
@@ -26,25 +26,37 @@ def build_mesh(ring: int, ulysses: int, device_mesh: DeviceMesh | None, device_t
     Raises:
         MeshError: there is no process group, or the degrees do not fit it or the mesh.
     """
+    check_ranks(ring, ulysses, device_mesh)
+    if device_mesh is None:
+        device_mesh = init_device_mesh(device_type, (ring, ulysses), mesh_dim_names=(RING, ULYSSES))
+    return _view(device_mesh, ring, ulysses)
+
+
+def check_ranks(ring: int, ulysses: int, device_mesh: DeviceMesh | None) -> None:
+    """Whether :func:`build_mesh` would succeed, without making anything.
+
+    Raises:
+        MeshError: as of :func:`build_mesh`.
+    """
     if not dist.is_initialized():
         raise MeshError(
             f"cp_compile: ulysses={ulysses} ring={ring} needs {ring * ulysses} ranks, and there is no process group. "
             "Call torch.distributed.init_process_group() before the first run of the compiled model (torchrun sets up "
             "what it needs)."
         )
-    if device_mesh is None:
-        world = dist.get_world_size()
-        if world != ring * ulysses:
-            raise MeshError(
-                f"cp_compile: ulysses={ulysses} * ring={ring} is {ring * ulysses}, but the default process group has "
-                f"{world} ranks (this is rank {dist.get_rank()}). Choose degrees whose product is {world}, or pass "
-                "mesh=DeviceMesh(...) with dims 'ring' and 'ulysses' beside your other dims."
-            )
-        device_mesh = init_device_mesh(device_type, (ring, ulysses), mesh_dim_names=(RING, ULYSSES))
-    return _view(device_mesh, ring, ulysses)
+    if device_mesh is not None:
+        _check_dims(device_mesh, ring, ulysses)
+        return
+    world = dist.get_world_size()
+    if world != ring * ulysses:
+        raise MeshError(
+            f"cp_compile: ulysses={ulysses} * ring={ring} is {ring * ulysses}, but the default process group has "
+            f"{world} ranks (this is rank {dist.get_rank()}). Choose degrees whose product is {world}, or pass "
+            "mesh=DeviceMesh(...) with dims 'ring' and 'ulysses' beside your other dims."
+        )
 
 
-def _view(device_mesh: DeviceMesh, ring: int, ulysses: int) -> Mesh:
+def _check_dims(device_mesh: DeviceMesh, ring: int, ulysses: int) -> None:
     names = device_mesh.mesh_dim_names or ()
     degrees = {RING: ring, ULYSSES: ulysses}
     for name, degree in degrees.items():
@@ -56,12 +68,16 @@ def _view(device_mesh: DeviceMesh, ring: int, ulysses: int) -> Mesh:
             )
         if size is not None and size != degree:
             raise MeshError(f"cp_compile: {name}={degree}, but the mesh's dim {name!r} has {size} ranks.")
-    used = tuple(n for n in (RING, ULYSSES) if n in names)
-    if used == (RING, ULYSSES) and names.index(RING) > names.index(ULYSSES):
+    if RING in names and ULYSSES in names and names.index(RING) > names.index(ULYSSES):
         raise MeshError(
             f"cp_compile: the mesh has dims {names}; 'ring' must come before 'ulysses', since the ulysses ranks of one "
             "ring rank hold neighbouring tokens."
         )
+
+
+def _view(device_mesh: DeviceMesh, ring: int, ulysses: int) -> Mesh:
+    names = device_mesh.mesh_dim_names or ()
+    used = tuple(n for n in (RING, ULYSSES) if n in names)
     part = device_mesh[used] if used != names else device_mesh
     ranks = tuple(int(r) for r in part.mesh.flatten())
     if list(ranks) != sorted(ranks):
