@@ -1,8 +1,8 @@
 """One line for a pipeline: its denoisers run in parallel, in place, and stay what they are.
 
-A module's call is replaced the way ``torch.nn.Module.compile`` does it, in one attribute that torch leaves out of copies
-and pickles. Class, parameters, hooks and ``state_dict`` are untouched, so whatever a pipeline does with its components
-goes on working.
+A module's call is replaced the way ``torch.nn.Module.compile`` does it, in one attribute that torch leaves out of
+copies and pickles. Class, parameters, hooks and ``state_dict`` are untouched, so whatever a pipeline does with its
+components goes on working.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def report_of(target: Any) -> Report:
         raise ValueError(f"cp_compile: nothing in this {type(target).__name__} is parallel; call parallelize first")
     if len(backends) > 1:
         raise ValueError(
-            f"cp_compile: {', '.join(calls)} were parallelized by {len(backends)} calls, each with a report of its own. "
+            f"cp_compile: {', '.join(calls)} were parallelized by {len(backends)} calls, each with its own report. "
             "Ask for one: report_of(pipeline.transformer)."
         )
     return next(iter(backends.values())).report
