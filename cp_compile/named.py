@@ -1,7 +1,8 @@
 """The backend by name: ``torch.compile(model, backend="cp", options={"ulysses": 2})``.
 
 torch finds :data:`cp` by the entry point ``torch_dynamo_backends`` and calls it with each graph and the options. The
-degrees are known at that time only, so equal options share one backend here, as all graphs of one ``torch.compile`` must.
+degrees are known at that time only, so equal options share one backend here, as all graphs of one ``torch.compile``
+must.
 """
 
 from __future__ import annotations
