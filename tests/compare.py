@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,23 @@ from cp_compile import zoo
 from cp_compile.agreement import digest, relative_error
 from tests.ranks import Pool
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "Source", "compare"]
 
 _GUARDS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "grad": torch.enable_grad,
 }
+
+
+class Source(Protocol):
+    """Where a model and its inputs come from: a case of the zoo, or anything like it that can be pickled."""
+
+    def model(self, seed: int, dtype: torch.dtype) -> torch.nn.Module:
+        """The module, the same for the same seed."""
+
+    def kwargs(self, seed: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Fresh arguments of ``forward``, the same for the same seed."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class Comparison:
 
 def compare(
     pool: Pool,
-    case: str,
+    case: str | Source,
     *,
     ulysses: int = 1,
     ring: int = 1,
@@ -73,7 +83,7 @@ def compare(
 
     Args:
         pool: the ranks.
-        case: name of a zoo case.
+        case: name of a zoo case, or a case itself.
         ulysses: degree, as of ``cp_backend``.
         ring: degree, as of ``cp_backend``.
         inner: compiler, as of ``cp_backend``.
@@ -98,7 +108,7 @@ def compare(
 
 
 def _on_rank(
-    name: str,
+    source: str | Source,
     degrees: dict[str, Any],
     dtype: torch.dtype,
     mode: str,
@@ -108,7 +118,7 @@ def _on_rank(
 ) -> dict[str, Any]:
     from cp_compile import cp_backend
 
-    case = zoo.case(name)
+    case = zoo.case(source) if isinstance(source, str) else source
     backend = cp_backend(**degrees)
     plain = case.model(seed, dtype)
     compiled = torch.compile(case.model(seed, dtype), backend=backend, **compile_options)

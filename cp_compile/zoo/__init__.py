@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["UNAVAILABLE", "Case", "case", "case_names"]
+__all__ = ["UNAVAILABLE", "Case", "case", "case_names", "randomise"]
 
 # Classes that run only where a package is installed that this project does not ask for, with the reason. Their cases
 # are data like all others, and are tried where the package is there.
@@ -49,20 +49,16 @@ class Case:
     def model(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
         """The module in evaluation mode on CPU, every parameter drawn at random from ``seed``.
 
-        Constructors of diffusion transformers start several layers at zero, which would hide an error in all that
-        feeds them, so no parameter keeps the value that its constructor gave it.
-
         Raises:
             ImportError: ``diffusers`` is not installed, or cannot provide this class.
         """
-        model = self._class()(**{k: _build(v, None) for k, v in self.init.items()})
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for p in model.parameters():
-                fan_in = p[0].numel() if p.dim() > 1 else 1
-                scale = fan_in**-0.5 if p.dim() > 1 else 0.2
-                p.copy_(torch.randn(p.shape, generator=generator) * scale + (0.5 if p.dim() == 1 else 0.0))
+        model = self._class()(**self.settings())
+        randomise(model, seed)
         return (model if dtype == torch.float32 else model.to(dtype)).eval()
+
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of the constructor."""
+        return {k: _build(v, None) for k, v in self.init.items()}
 
     def kwargs(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         """Fresh inputs for ``forward``; floating tensors have ``dtype``. The same seed gives the same numbers."""
@@ -74,6 +70,20 @@ class Case:
 
     def _class(self) -> type[torch.nn.Module]:
         return getattr(import_module("diffusers.models.transformers"), self.cls)
+
+
+def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+    """Draws every parameter from ``seed``.
+
+    Constructors of diffusion transformers start several layers at zero, which would hide an error in all that feeds
+    them, so no parameter keeps the value that its constructor gave it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            fan_in = p[0].numel() if p.dim() > 1 else 1
+            scale = fan_in**-0.5 if p.dim() > 1 else 0.2
+            p.copy_(torch.randn(p.shape, generator=generator) * scale + (0.5 if p.dim() == 1 else 0.0))
 
 
 def _build(spec: Any, generator: torch.Generator | None, dtype: torch.dtype = torch.float32) -> Any:
