@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import ops  # noqa: F401  (registers the ops)
+from .accumulate import Accumulation, Partial
 from .groups import RING, ULYSSES, build_mesh
 from .mesh import Mesh
 from .passes import _torch
@@ -19,7 +21,7 @@ from .passes.axes import find_axes
 from .passes.capture import Captured, capture
 from .passes.compile import compile_graph
 from .passes.explain import explain, higher_order_ops, where_of
-from .passes.plan import make_plan
+from .passes.plan import Plan, make_plan
 from .passes.rewrite import Options, rewrite
 from .passes.rules.attention import ATTENTION
 from .passes.verify import describe, verify
@@ -111,6 +113,7 @@ class CPBackend:
         self.inner, self.inner_options = inner, options
         self.timeout = timeout
         self.report = Report(ulysses, ring)
+        self._accumulation = Accumulation()
         self._mesh: Mesh | None = None
         self._frames: dict[Any, int] = {}
 
@@ -137,7 +140,45 @@ class CPBackend:
         verify(describe(local.module, [*captured.prefix, *example_inputs]), mesh, self.timeout)
         self._keep(report)
         log.info(report.summary)
-        return self._finish(captured, local.module, example_inputs)
+        compiled = self._finish(captured, local.module, example_inputs)
+        if not training:
+            return compiled
+        return self._accumulation.choose(compiled, self._leaving_partial(captured, plan, mesh), mesh.group)
+
+    def _leaving_partial(self, captured: Captured, plan: Plan, mesh: Mesh) -> Callable[[], Partial]:
+        """How to compile the same program with the gradients of its parameters left partial, when that is needed."""
+        # That is after Dynamo is done, which then has forgotten the graph's inputs.
+        context = _torch.TracingContext.try_get()
+        inputs = [node.meta["example_value"] for node in captured.sources]
+        parameters = [n for n, x in zip(captured.own_placeholders, inputs) if isinstance(x, torch.nn.Parameter)]
+
+        def build() -> Partial:
+            local = rewrite(captured, plan, mesh, self.options, True, leave_partial=parameters)
+            with _torch.tracing(context):
+                verify(describe(local.module, [*captured.prefix, *inputs]), mesh, self.timeout)
+                compiled = self._finish(captured, local.module, inputs)
+            return compiled, [captured.own_placeholders.index(n) for n in local.left_partial]
+
+        return build
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """For gradient accumulation: calls under it leave the gradients of parameters to a later backward to sum.
+
+        ::
+
+            with backend.no_sync():
+                for batch in batches[:-1]:
+                    loss(model(batch)).backward()
+            loss(model(batches[-1])).backward()  # sums the gradients of all batches over the ranks, once
+
+        As with ``no_sync`` of DistributedDataParallel the *forward* call counts. Until the last backward the gradients
+        of these parameters wait in the backend, ``p.grad`` does not hold them. The first use compiles each graph again.
+        """
+        return self._accumulation.no_sync()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients that wait since :meth:`no_sync`, where a loop skips the step they were for."""
+        self._accumulation.drop()
 
     def _finish(self, captured: Captured, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         captured.carry_metadata(module)

@@ -19,6 +19,7 @@ function               forward                                backward
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ import torch.distributed._functional_collectives  # registers the fake kernels o
 from torch import Tensor
 
 __all__ = [
+    "BUCKET",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -34,8 +36,12 @@ __all__ = [
     "reduce_scatter_blocks",
     "replicate",
     "start_permute",
+    "sum_in_buckets",
     "wait",
 ]
+
+BUCKET = 25 * 2**20
+"""Bytes of gradients that are summed in one collective, as in DistributedDataParallel."""
 
 _c10d = torch.ops._c10d_functional
 
@@ -175,3 +181,39 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
 def replicate(x: Tensor, group: str) -> Tensor:
     """``x``, equal on all ranks, on its way into a computation on this rank's rows only."""
     return cast(Tensor, _Replicate.apply(x, group))
+
+
+def sum_in_buckets(xs: Sequence[Tensor | None], group: str, limit: float = BUCKET) -> list[Tensor | None]:
+    """Sums of tensors over the ranks, packed by dtype into few collectives, all started before any is waited for.
+
+    Args:
+        xs: any shapes and dtypes, the same on all ranks; None stays None.
+        group: name of the group.
+        limit: bytes at which a collective is full.
+    """
+    started = []
+    for indices in _buckets(xs, limit):
+        flat = torch.cat([cast(Tensor, xs[i]).reshape(-1) for i in indices])
+        started.append((indices, _c10d.all_reduce(flat, "sum", group)))
+    out: list[Tensor | None] = [None] * len(xs)
+    for indices, flat in started:
+        mine = [cast(Tensor, xs[i]) for i in indices]
+        for i, x, piece in zip(indices, mine, wait(flat).split([x.numel() for x in mine])):
+            out[i] = piece.view(x.shape)
+    return out
+
+
+def _buckets(xs: Sequence[Tensor | None], limit: float) -> Iterator[list[int]]:
+    for dtype in dict.fromkeys(x.dtype for x in xs if x is not None):
+        bucket: list[int] = []
+        size = 0
+        for i, x in enumerate(xs):
+            if x is None or x.dtype != dtype:
+                continue
+            bucket.append(i)
+            size += x.numel() * dtype.itemsize
+            if size >= limit:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket

@@ -15,6 +15,7 @@ partial ones where they leave the graph (:func:`sum_gradients`) and says ``parti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -203,14 +204,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        out: list[Tensor | None] = [None] * len(grads)
-        for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
-            at = [i for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
-            flat = torch.cat([grads[i].reshape(-1) for i in at])
-            flat = collectives.wait(torch.ops._c10d_functional.all_reduce(flat, "sum", ctx.group))
-            for i, piece in zip(at, flat.split([grads[i].numel() for i in at])):
-                out[i] = piece.view(grads[i].shape)
-        return None, *out
+        return None, *collectives.sum_in_buckets(grads, ctx.group, math.inf)
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -11,6 +11,7 @@ that its user's mode names. A padded row is a copy of the last real row at every
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from ..collectives import BUCKET
 from ..mesh import Mesh
 from ..ops import mesh_arguments
 from ..placement import Placement
@@ -35,10 +37,6 @@ __all__ = ["Gathered", "Rewritten", "Sharded", "rewrite"]
 
 aten = torch.ops.aten
 ours = torch.ops.cp_compile
-
-_BUCKET = 25 * 2**20
-"""Bytes of parameters whose gradients are summed in one collective, as in DistributedDataParallel."""
-
 
 @dataclass(frozen=True)
 class Options:
@@ -79,6 +77,7 @@ class Rewritten:
         shards: values cut.
         attentions: for each sharded attention of the old graph, its node in the new one.
         reduced: nodes whose partial sums are added up.
+        left_partial: placeholders whose gradients were asked to stay partial, and are.
     """
 
     module: fx.GraphModule
@@ -86,10 +85,16 @@ class Rewritten:
     shards: list[Sharded] = field(default_factory=list)
     attentions: dict[fx.Node, fx.Node] = field(default_factory=dict)
     reduced: list[fx.Node] = field(default_factory=list)
+    left_partial: list[fx.Node] = field(default_factory=list)
 
 
 def rewrite(
-    captured: Captured, plan: Plan, mesh: Mesh, options: Options = Options(), training: bool = False
+    captured: Captured,
+    plan: Plan,
+    mesh: Mesh,
+    options: Options = Options(),
+    training: bool = False,
+    leave_partial: Collection[fx.Node] = (),
 ) -> Rewritten:
     """Build the local program of one rank. The captured graph is not changed.
 
@@ -99,12 +104,21 @@ def rewrite(
         mesh: this rank's view of the ranks.
         options: how attentions communicate.
         training: make it differentiable: sum the gradients of what is whole on every rank.
+        leave_partial: placeholders whose gradients somebody else sums.
     """
-    return _Rewriter(captured, plan, mesh, options, training).run()
+    return _Rewriter(captured, plan, mesh, options, training, leave_partial).run()
 
 
 class _Rewriter:
-    def __init__(self, captured: Captured, plan: Plan, mesh: Mesh, options: Options, training: bool):
+    def __init__(
+        self,
+        captured: Captured,
+        plan: Plan,
+        mesh: Mesh,
+        options: Options,
+        training: bool,
+        leave_partial: Collection[fx.Node],
+    ):
         self.captured, self.plan, self.mesh, self.options, self.training = captured, plan, mesh, options, training
         self.source = captured.module.graph
         self.graph = fx.Graph()
@@ -116,6 +130,7 @@ class _Rewriter:
         self.gather_users: dict[fx.Node, list[fx.Node]] = {}
         self.result = Rewritten(fx.GraphModule({}, self.graph))
         self.partial = _partial_gradients(self.source, plan) if training else set()
+        self.result.left_partial = [n for n in leave_partial if n in self.partial]
 
     def run(self) -> Rewritten:
         placeholders = self.captured.placeholders
@@ -305,11 +320,12 @@ class _Rewriter:
         self.placeholders = dict(self.whole)
         bucket: list[fx.Node] = []
         size = 0
-        wanted = [n for n, trained in zip(placeholders, self.captured.trained) if trained and n in self.partial]
+        trained = (n for n, wants in zip(placeholders, self.captured.trained) if wants)
+        wanted = [n for n in trained if n in self.partial and n not in self.result.left_partial]
         for node in wanted:
             bucket.append(node)
             size += node.meta["val"].numel() * node.meta["val"].dtype.itemsize
-            if size >= _BUCKET or node is wanted[-1]:
+            if size >= BUCKET or node is wanted[-1]:
                 summed = self._emit(node, ours.sum_gradients.default, [self.whole[n] for n in bucket], self.mesh.group)
                 for i, n in enumerate(bucket):
                     self.whole[n] = self._item(summed, i)
