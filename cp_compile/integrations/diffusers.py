@@ -84,7 +84,7 @@ def check_free(name: str, module: nn.Module) -> None:
     for path, part in module.named_modules(prefix=name):
         if getattr(part, "_parallel_config", None) is not None:
             raise CPError(
-                f"cp_compile: {path} is parallel already (enable_parallelism() or from_pretrained(parallel_config=...)): "
+                f"cp_compile: {path} is parallel already, by enable_parallelism() or parallel_config=...: "
                 "its inputs would be cut twice. Load it without, and leave that call out."
             )
         if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
