@@ -20,7 +20,7 @@ from .passes import _torch
 from .passes.axes import find_axes
 from .passes.capture import Captured, capture
 from .passes.compile import compile_graph
-from .passes.explain import explain, higher_order_ops, where_of
+from .passes.explain import explain, explain_unchanged
 from .passes.plan import Plan, make_plan
 from .passes.rewrite import Options, rewrite
 from .passes.rules.attention import ATTENTION
@@ -125,11 +125,9 @@ class CPBackend:
         captured = capture(gm, example_inputs)
         graph = captured.module.graph
         if not any(n.target is ATTENTION for n in graph.nodes):
-            note = "no attention in this graph: it is compiled unchanged, every rank runs all of it"
-            unentered = higher_order_ops(graph)
-            if unentered:
-                note += f" ({', '.join(sorted(unentered))} included)"
-            self._note(number, gm, note)
+            unchanged = explain_unchanged(captured, number)
+            self._keep(unchanged)
+            log.info(unchanged.summary)
             return compile_graph(gm, example_inputs, self.inner, self.inner_options)
         axes = find_axes(graph)
         plan = make_plan(graph, axes, self.ring, self.ulysses)
@@ -202,8 +200,3 @@ class CPBackend:
 
     def _keep(self, graph: GraphReport) -> None:
         self.report.graphs[graph.number : graph.number + 1] = [graph]
-
-    def _note(self, number: int, gm: fx.GraphModule, note: str) -> None:
-        where = next((w for n in gm.graph.nodes if n.op == "call_function" and (w := where_of(n))), "")
-        self._keep(GraphReport(number, note, where=where))
-        log.info("cp: %s", note)

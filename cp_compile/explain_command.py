@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--height", type=int, help="picture height in pixels, of flux (default: 512)")
     parser.add_argument("--width", type=int, help="picture width in pixels, of flux (default: 512)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that draws the plan to FILE")
     parser.set_defaults(steps=1, timeout=None, inner="aot_eager")
 
 
@@ -58,7 +59,12 @@ def run(args: argparse.Namespace, error: Callable[[str], Any]) -> int:
             torch.compile(case.model(), backend=backend)(**case.kwargs())
     finally:
         dist.destroy_process_group()
-    print(json.dumps(backend.report.to_dict()) if args.json else backend.report, file=sys.stdout)
+    if args.html is not None:
+        try:
+            args.html.write_text(backend.report.to_html(case.cls), encoding="utf-8")
+        except OSError as reason:
+            error(f"--html: {reason}")
+    print(json.dumps(backend.report.to_dict()) if args.json else backend.report)
     return 0
 
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tabulate import tabulate
+from .page import as_html
+from .report_text import as_text
 
-__all__ = ["AttentionReport", "GatherReport", "GraphReport", "Report", "SegmentReport"]
+__all__ = [
+    "AttentionReport",
+    "BreakReport",
+    "GatherReport",
+    "GraphReport",
+    "ModuleReport",
+    "ReductionReport",
+    "Report",
+    "SegmentReport",
+]
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,67 @@ class GatherReport:
 
 
 @dataclass(frozen=True)
+class ReductionReport:
+    """An op over tokens that runs on a shard; its partial sums are added up over the ranks.
+
+    Attributes:
+        op: which.
+        bytes_sent: by one rank.
+        where: source line.
+        module: path of the module.
+    """
+
+    op: str
+    bytes_sent: int
+    where: str
+    module: str
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """What one module of the model does itself, the modules inside it apart.
+
+    Attributes:
+        path: as in ``transformer_blocks.0.attn``; empty for what the compiled function does outside any module.
+        kind: name of its class.
+        ops: how many ATen ops.
+        ops_sharded: how many of them run on a shard of the tokens.
+        flops: of one forward on one process.
+        flops_sharded: those of the ops that run on a shard.
+        collectives: started by one forward: of its attentions and reductions, and of gathers of its values.
+        bytes_sent: by one rank in one forward.
+    """
+
+    path: str
+    kind: str
+    ops: int
+    ops_sharded: int
+    flops: int
+    flops_sharded: int
+    collectives: int
+    bytes_sent: int
+
+
+@dataclass(frozen=True)
+class BreakReport:
+    """Where a graph ends though the model goes on: values that leave it are made whole.
+
+    Attributes:
+        where: source line at which Dynamo stopped.
+        code: that line.
+        reason: Dynamo's.
+        gathers: values that are gathered because they leave the graph here.
+        bytes_sent: by one rank, for these.
+    """
+
+    where: str
+    code: str
+    reason: str
+    gathers: int
+    bytes_sent: int
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """One graph that Dynamo handed over.
 
@@ -89,12 +160,18 @@ class GraphReport:
         axes: the token axes that are sharded.
         attentions: all of them.
         gathers: values made whole.
-        reductions: ops whose partial sums are added up over the ranks, with their source lines.
+        reductions: ops whose partial sums are added up over the ranks.
         inputs_sharded: inputs of which each rank takes its rows.
         unknown_ops: ops without a rule, that the token axis meets.
-        flops_sharded: share of the FLOPs (of products and attentions) that runs sharded.
+        flops: of products, convolutions and attentions in one forward, on one process.
+        flops_sharded: share of the FLOPs that runs sharded, 0 to 1.
         collectives: started by one forward.
         bytes_sent: by one rank in one forward.
+        peak_bytes: estimate of the most bytes that activations hold at once on one rank, in a forward without
+            gradients; None if that depends on the data.
+        peak_bytes_single: the same on one process.
+        modules: the model's modules in this graph, by first use.
+        ends: the graph break after it; None if the model (or the function given to torch.compile) ends here.
         seconds: time of our own passes.
         where: source line of the graph's first op.
     """
@@ -104,12 +181,17 @@ class GraphReport:
     axes: tuple[SegmentReport, ...] = ()
     attentions: tuple[AttentionReport, ...] = ()
     gathers: tuple[GatherReport, ...] = ()
-    reductions: tuple[str, ...] = ()
+    reductions: tuple[ReductionReport, ...] = ()
     inputs_sharded: int = 0
     unknown_ops: tuple[str, ...] = ()
+    flops: int = 0
     flops_sharded: float = 0.0
     collectives: int = 0
     bytes_sent: int = 0
+    peak_bytes: int | None = None
+    peak_bytes_single: int = 0
+    modules: tuple[ModuleReport, ...] = ()
+    ends: BreakReport | None = None
     seconds: float = 0.0
     where: str = ""
 
@@ -143,8 +225,14 @@ class Report:
         """Bytes that one rank sends when each graph runs once, forward."""
         return sum(g.bytes_sent for g in self.graphs)
 
+    @property
+    def breaks(self) -> list[tuple[int, BreakReport]]:
+        """Breaks between graphs, each with the place in ``graphs`` of the graph before it."""
+        # Where the last graph returns to code that calls no other, nothing is lost.
+        return [(i, g.ends) for i, g in enumerate(self.graphs[:-1]) if g.ends is not None]
+
     def to_dict(self) -> dict[str, Any]:
-        """The whole report as plain data.
+        """The whole report as plain data: numbers, texts, lists and dictionaries. ``docs/report.md`` has every key.
 
         Keys: ``ulysses``, ``ring``, ``collectives``, ``bytes_per_rank``, and ``graphs``: a list whose members have the
         fields of :class:`GraphReport`.
@@ -157,54 +245,12 @@ class Report:
             "graphs": [asdict(g) for g in self.graphs],
         }
 
+    def to_html(self, title: str = "Context parallel plan") -> str:
+        """A page that draws the model's modules, what of them is sharded, and where they communicate.
+
+        It needs nothing else: no network, no script.
+        """
+        return as_html(self, title)
+
     def __str__(self) -> str:
-        if not self.graphs:
-            return f"cp_compile: ulysses={self.ulysses} ring={self.ring}; nothing is compiled yet (run the model once)"
-        parts = [f"cp_compile: ulysses={self.ulysses} ring={self.ring}, {len(self.graphs)} graph(s)"]
-        return "\n\n".join(parts + [_graph_text(g) for g in self.graphs])
-
-
-def _graph_text(g: GraphReport) -> str:
-    lines = [f"graph {g.number}  {g.where}".rstrip()]
-    if g.note:
-        lines.append(f"  {g.note}")
-    if not g.attentions:
-        return "\n".join(lines)
-    lines.append(
-        f"  {g.flops_sharded:.0%} of the FLOPs run sharded; {g.collectives} collectives, {g.bytes_sent:,} bytes sent "
-        f"by each rank; {g.inputs_sharded} inputs sharded; compiled by us in {g.seconds:.2f} s"
-    )
-    if g.axes:
-        rows = [
-            [" + ".join(map(str, a.lengths)), " + ".join(map(str, a.local)), "zigzag" if a.zigzag else "contiguous"]
-            for a in g.axes
-        ]
-        lines += ["", tabulate(rows, ["axis: segments", "on each rank", "cut"], tablefmt="simple")]
-    rows = [
-        [a.module or a.name, a.variant, _sizes(a.query), _sizes(a.key), _sizes(a.mask or ()) or "-",
-         "yes" if a.causal else "-", str(a.collectives), f"{a.bytes_sent:,}", a.kernel]
-        for a in g.attentions
-    ]  # fmt: skip
-    head = ["attention", "variant", "query", "key", "mask", "causal", "collectives", "bytes", "kernel"]
-    lines += ["", tabulate(rows, head, tablefmt="simple")]
-    if g.gathers:
-        rows = [
-            [
-                x.op,
-                "output" if x.output else "inside" if x.inside else "end",
-                "; ".join(x.reasons),
-                f"{x.bytes_sent:,}",
-                x.where,
-            ]
-            for x in g.gathers
-        ]
-        lines += ["", tabulate(rows, ["gathered", "place", "reason", "bytes", "source"], tablefmt="simple")]
-    if g.reductions:
-        lines += ["", "summed over ranks: " + "; ".join(g.reductions)]
-    if g.unknown_ops:
-        lines += ["", "ops without a rule (see docs/rules.md): " + ", ".join(g.unknown_ops)]
-    return "\n".join(lines)
-
-
-def _sizes(sizes: tuple[int | str, ...]) -> str:
-    return "x".join(map(str, sizes))
+        return as_text(self)

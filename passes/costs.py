@@ -16,7 +16,7 @@ from .relation import Op, is_tensor
 from .rules.attention import ATTENTION
 from .sizes import Size
 
-__all__ = ["CostModel", "bytes_of", "flops_of"]
+__all__ = ["CostModel", "bytes_of", "flops_of", "hint", "number"]
 
 aten = torch.ops.aten
 
@@ -73,10 +73,10 @@ def flops_of(node: fx.Node) -> int:
     out = _numel(node.meta["val"])
     if node.target is ATTENTION:
         query, key = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
-        rows = _number(key.shape[-2])
+        rows = hint(key.shape[-2])
         return 2 * rows * (_numel(query) + out)
     if node.target in _SUMS_OVER_LAST:
-        return 2 * out * _number(Op.of(node).args[_SUMS_OVER_LAST[node.target]].meta["val"].shape[-1])
+        return 2 * out * hint(Op.of(node).args[_SUMS_OVER_LAST[node.target]].meta["val"].shape[-1])
     if node.target in _CONVOLUTIONS:
         weight = Op.of(node).args["weight"].meta["val"]
         return 2 * out * _numel(weight[0])
@@ -84,7 +84,7 @@ def flops_of(node: fx.Node) -> int:
         op = Op.of(node)
         inputs, result = op.args["equation"].replace(" ", "").split("->")
         sizes = {
-            label: _number(n)
+            label: hint(n)
             for (slot, value), labels in zip(op.inputs(), inputs.split(","))
             for label, n in zip(labels, value.meta["val"].shape)
         }
@@ -92,15 +92,16 @@ def flops_of(node: fx.Node) -> int:
     return 0
 
 
-def _number(size: int | torch.SymInt) -> int:
+def hint(size: int | torch.SymInt) -> int:
+    """The size that was seen while the graph was made; 1024 if none was."""
     if isinstance(size, int):
         return size
-    hint = size.node.hint
-    return int(hint) if hint is not None else 1024
+    seen = size.node.hint
+    return int(seen) if seen is not None else 1024
 
 
 def _numel(value: torch.Tensor) -> int:
     out = 1
     for n in value.shape:
-        out *= _number(n)
+        out *= hint(n)
     return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import torch
@@ -14,84 +13,85 @@ from ..attention.kernel import MATH
 from ..attention.ring import plan_ring
 from ..mesh import Mesh
 from ..placement import Placement
-from ..report import AttentionReport, GatherReport, GraphReport, SegmentReport
+from ..report import AttentionReport, GatherReport, GraphReport, ReductionReport, SegmentReport
+from .breaks import break_after
 from .capture import Captured
 from .costs import bytes_of, flops_of, number
+from .memory import peak_bytes, values_of
+from .modules import sum_by_module
 from .plan import Plan
+from .provenance import module_of, where_of
 from .relation import Op, is_tensor, shape_of
-from .rewrite import Options, Rewritten
+from .rewrite import Gathered, Options, Rewritten
 from .rules.attention import ATTENTION
 from .rules.registry import find_rule
 from .segments import Word, leaves
 
-__all__ = ["explain", "higher_order_ops", "where_of"]
+__all__ = ["explain", "explain_unchanged"]
 
 
 def explain(
     captured: Captured, plan: Plan, rewritten: Rewritten, mesh: Mesh, options: Options, n: int, seconds: float
 ) -> GraphReport:
-    """Describe one compiled graph."""
+    """Describe one compiled graph. To be called while Dynamo waits for the backend."""
     graph = captured.module.graph
     learned = _learned(captured) if torch.is_grad_enabled() else set()
-    attentions = tuple(
-        _attention(node, plan, mesh, options, learned) for node in graph.nodes if node.target is ATTENTION
-    )
-    last = max((i for i, node in enumerate(graph.nodes) if node.target is ATTENTION and node in plan.modes), default=-1)
+    sites = [node for node in graph.nodes if node.target is ATTENTION]
+    attentions = {node: _attention(node, plan, mesh, options, learned) for node in sites}
+    last = max((i for i, node in enumerate(graph.nodes) if node in attentions and node in plan.modes), default=-1)
     place = {node: i for i, node in enumerate(graph.nodes)}
-    gathers = tuple(
-        GatherReport(
-            name=g.value.name,
-            op=_op_name(g.value),
-            reasons=tuple(dict.fromkeys(_reason(g.value, user, plan) for user in g.users)),
-            bytes_sent=_gather_bytes(g.value, plan),
-            output=place[g.value] > last,
-            inside=any(place[user] < last for user in g.users),
-            where=where_of(g.value),
-            module=_module(g.value),
-        )
-        for g in rewritten.gathers
-    )
-    reduce_bytes = sum(2 * bytes_of(node) * (mesh.degree - 1) // mesh.degree for node in rewritten.reduced)
+    gathers = {g.value: _gather(g, plan, place, last) for g in rewritten.gathers}
+    reductions = {node: _reduction(node, mesh) for node in rewritten.reduced}
+    sent: dict[fx.Node, tuple[int, int]] = {node: (a.collectives, a.bytes_sent) for node, a in attentions.items()}
+    for node, part in (*gathers.items(), *reductions.items()):
+        calls, sent_before = sent.get(node, (0, 0))
+        sent[node] = calls + 1, sent_before + part.bytes_sent
     work = {node: flops_of(node) for node in graph.nodes}
-    total_work = sum(work.values())
+    total = sum(work.values())
     words = {leaves(m.word) for m in plan.modes.values()}
     longest = [w for w in words if not any(w != o and _contains(o, w) for o in words)]
+    values = values_of(rewritten.module)
     return GraphReport(
         number=n,
         axes=tuple(_axis(w, plan) for w in sorted(longest, key=lambda w: -sum(number(s.length) for s in w))),
-        attentions=attentions,
-        gathers=gathers,
-        reductions=tuple(f"{_op_name(node)} ({where_of(node)})" for node in rewritten.reduced),
+        attentions=tuple(attentions.values()),
+        gathers=tuple(gathers.values()),
+        reductions=tuple(reductions.values()),
         inputs_sharded=len({s.value for s in rewritten.shards if s.value.op == "placeholder"}),
         unknown_ops=tuple(sorted(_unknown(graph, plan))),
-        flops_sharded=sum(work[node] for node in plan.modes) / total_work if total_work else 0.0,
-        collectives=sum(a.collectives for a in attentions) + len(gathers) + len(rewritten.reduced),
-        bytes_sent=sum(a.bytes_sent for a in attentions) + sum(g.bytes_sent for g in gathers) + reduce_bytes,
+        flops=total,
+        flops_sharded=sum(work[node] for node in plan.modes) / total if total else 0.0,
+        collectives=sum(calls for calls, _ in sent.values()),
+        bytes_sent=sum(b for _, b in sent.values()),
+        peak_bytes=None if values is None else peak_bytes(rewritten.module.graph, values.__getitem__),
+        peak_bytes_single=peak_bytes(graph),
+        modules=sum_by_module(graph, plan.modes, sent),
+        ends=break_after(captured.dynamo, gathers.values()),
         seconds=seconds,
-        where=next((where_of(node) for node in graph.nodes if node.op == "call_function" and where_of(node)), ""),
+        where=_first_line(graph),
     )
 
 
-def where_of(node: fx.Node) -> str:
-    """``file:line`` of the model's source that a node comes from, or nothing if it is not known."""
-    frames = [
-        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")
-    ]
-    if not frames:
-        return ""
-    file, line = frames[-1].split(", ")[:2]
-    path = file.removeprefix("File ").strip('"').rpartition("site-packages/")[2]  # installed code, by its package
-    return f"{path}:{line.removeprefix('line ')}"
+def explain_unchanged(captured: Captured, n: int) -> GraphReport:
+    """Describe a graph without attention, which is compiled as it is. To be called while Dynamo waits."""
+    graph = captured.module.graph
+    note = "no attention in this graph: it is compiled unchanged, every rank runs all of it"
+    unentered = _higher_order_ops(graph)
+    peak = peak_bytes(graph)
+    return GraphReport(
+        number=n,
+        note=f"{note} ({', '.join(sorted(unentered))} included)" if unentered else note,
+        flops=sum(map(flops_of, graph.nodes)),
+        peak_bytes=peak,
+        peak_bytes_single=peak,
+        modules=sum_by_module(graph, (), {}),
+        ends=break_after(captured.dynamo),
+        where=_first_line(graph),
+    )
 
 
-def _module(node: fx.Node) -> str:
-    """Path of the innermost module that a node belongs to, as in ``transformer_blocks.0.attn``."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    # Dynamo writes a path as an expression: L['self'].__dict__['_modules']['transformer_blocks'].0.attn
-    words = re.findall(r"\w+", list(stack.values())[-1][0])
-    return ".".join(w for w in words if w not in ("L", "self", "fn", "__dict__", "_modules"))
+def _first_line(graph: fx.Graph) -> str:
+    return next((where for node in graph.nodes if node.op == "call_function" and (where := where_of(node))), "")
 
 
 def _op_name(node: fx.Node) -> str:
@@ -132,7 +132,7 @@ def _attention(node: fx.Node, plan: Plan, mesh: Mesh, options: Options, learned:
         bytes_sent=sent,
         kernel=kernel,
         where=where_of(node),
-        module=_module(node),
+        module=module_of(node),
     )
 
 
@@ -172,6 +172,25 @@ def _four_dims(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
 
 
+def _gather(g: Gathered, plan: Plan, place: dict[fx.Node, int], last: int) -> GatherReport:
+    """``last`` is the place of the last sharded attention."""
+    return GatherReport(
+        name=g.value.name,
+        op=_op_name(g.value),
+        reasons=tuple(dict.fromkeys(_reason(g.value, user, plan) for user in g.users)),
+        bytes_sent=_gather_bytes(g.value, plan),
+        output=place[g.value] > last,
+        inside=any(place[user] < last for user in g.users),
+        where=where_of(g.value),
+        module=module_of(g.value),
+    )
+
+
+def _reduction(node: fx.Node, mesh: Mesh) -> ReductionReport:
+    sent = 2 * bytes_of(node) * (mesh.degree - 1) // mesh.degree
+    return ReductionReport(_op_name(node), sent, where_of(node), module_of(node))
+
+
 def _shape(node: fx.Node) -> tuple[int | str, ...]:
     return tuple(n if isinstance(n, int) else str(n) for n in shape_of(node))
 
@@ -201,13 +220,13 @@ def _could_shard(user: fx.Node, plan: Plan) -> bool:
     return any(plan.axes.inputs_at(user, at) is not None for at in plan.axes.positions.get(user, ()))
 
 
-def higher_order_ops(graph: fx.Graph) -> set[str]:
+def _higher_order_ops(graph: fx.Graph) -> set[str]:
     """Ops with child graphs (FlexAttention, ``cond``, ...) that were not entered: they run on all tokens."""
     return {str(n.target) for n in graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)}
 
 
 def _unknown(graph: fx.Graph, plan: Plan) -> set[str]:
-    found = higher_order_ops(graph)
+    found = _higher_order_ops(graph)
     for node in graph.nodes:
         known = not hasattr(node.target, "_schema") or find_rule(node.target) is not None
         if not known and any(v in plan.axes.positions for v in node.all_input_nodes if is_tensor(v)):
