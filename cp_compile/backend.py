@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from .passes.explain import explain, explain_unchanged
 from .passes.plan import Plan, make_plan
 from .passes.rewrite import Options, rewrite
 from .passes.rules.attention import ATTENTION
+from .passes.subclasses import has_subclasses, open_subclasses
 from .passes.verify import describe, verify
 from .report import GraphReport, Report
 
@@ -117,8 +119,24 @@ class CPBackend:
         self._mesh: Mesh | None = None
         self._frames: dict[Any, int] = {}
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one graph of Dynamo's for this rank. All ranks must get here with the same graph."""
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Compile one graph of Dynamo's for this rank. All ranks must get here with the same graph.
+
+        ``mode`` and ``options`` are those of ``torch.compile``, which hands them on.
+        """
+        if mode or options:
+            return self._with_options(example_inputs, mode, options)(gm, example_inputs)
+        if has_subclasses(example_inputs):
+            opened = open_subclasses(gm, example_inputs)
+            inner = self(opened.module, opened.example_inputs)
+            return lambda *args: inner(*opened.unpack(args))
         start = time.perf_counter()
         number = self._number()
         mesh = self._the_mesh(example_inputs)
@@ -177,6 +195,26 @@ class CPBackend:
     def drop_gradients(self) -> None:
         """Forget the gradients that wait since :meth:`no_sync`, where a loop skips the step they were for."""
         self._accumulation.drop()
+
+    def _with_options(
+        self, example_inputs: Sequence[Any], mode: str | None, options: dict[str, Any] | None
+    ) -> CPBackend:
+        """This backend with what the user gave to ``torch.compile`` beside it, which wins over the backend's own."""
+        given = f"mode={mode!r}" if mode else f"options={options!r}"
+        if self.inner != "inductor":
+            raise ValueError(
+                f"cp_compile: torch.compile({given}) is Inductor's, but inner={self.inner!r}; leave it out, or use "
+                "inner='inductor'"
+            )
+        modes = _torch.list_mode_options()
+        if mode and mode not in modes:
+            raise ValueError(f"cp_compile: torch.compile({given}); expected one of {', '.join(map(repr, modes))}")
+        self._the_mesh(example_inputs)  # made once, for the copy too
+        chosen = copy(self)
+        own, theirs = self.inner_options or {}, options or {}
+        named = {name.replace("-", "_"): value for name, value in theirs.items()}  # as torch.compile reads them
+        chosen.inner_options = {**modes.get(mode or "", {}), **own, **named}
+        return chosen
 
     def _finish(self, captured: Captured, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         captured.carry_metadata(module)

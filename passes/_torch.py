@@ -32,6 +32,9 @@ from torch._guards import CompileContext, TracingContext, detect_fake_mode, trac
 # The higher-order op behind torch.utils.checkpoint in a graph.
 from torch._higher_order_ops.wrap import tag_activation_checkpoint as checkpoint
 
+# What the modes of `torch.compile` mean to Inductor; documented, in a private package.
+from torch._inductor import list_mode_options
+
 # `torch.compile(backend="inductor")` resolves to this function; the public way in takes no per-call configuration that
 # also holds for the backward, which is compiled later.
 from torch._inductor.compile_fx import compile_fx
@@ -47,6 +50,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 # Sizes as expressions, and questions about them that add no guard.
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+# Whether a tensor is a subclass that holds plain ones and says how to take it apart (a quantised weight).
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Rebuilds an expression of sizes from values that stand for its symbols.
 from torch.utils._sympy.interp import sympy_interp
@@ -70,7 +76,9 @@ __all__ = [
     "enter_autocast",
     "enter_vmap",
     "exit_autocast",
+    "is_traceable_wrapper_subclass",
     "leave_vmap",
+    "list_mode_options",
     "make_boxed_func",
     "make_fx",
     "min_cut_rematerialization_partition",

@@ -74,7 +74,9 @@ class Captured:
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """Capture a graph at the level at which context parallelism is a rewrite. ``gm`` is not changed."""
-    dynamo, gm = gm, open_vmap(enter_regions(gm))
+    learned = (x.requires_grad for x in (*gm.parameters(), *example_inputs) if isinstance(x, torch.Tensor))
+    training = torch.is_grad_enabled() and any(learned)
+    dynamo, gm = gm, open_vmap(enter_regions(gm, training))
     prefix: tuple[torch.Tensor, ...] = tuple(dict(gm.named_parameters(remove_duplicate=False)).values())
     prefix += tuple(dict(gm.named_buffers(remove_duplicate=False)).values())
     module, signature = _torch.aot_export_module(gm, list(example_inputs), trace_joint=False, pre_dispatch=True)

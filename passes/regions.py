@@ -23,19 +23,29 @@ from . import _torch
 __all__ = ["enter_regions"]
 
 
-def enter_regions(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with its regions entered; ``gm`` itself, if it has none. ``gm`` is not changed."""
+def enter_regions(gm: fx.GraphModule, recompute: bool) -> fx.GraphModule:
+    """The same graph with its regions entered; ``gm`` itself, if it has none. ``gm`` is not changed.
+
+    Args:
+        gm: the graph.
+        recompute: tag what is checkpointed; where nothing is differentiated AOTAutograd refuses the tags.
+    """
     if not any(n.target in _CHILD for n in gm.graph.nodes):
         return gm
     graph = fx.Graph()
-    _copy_into(graph, gm, {}, {})
+    _copy_into(graph, gm, {}, {}, recompute)
     out = fx.GraphModule(gm, graph)
     out.meta = dict(gm.meta)
-    return enter_regions(out)  # a region can hold another
+    return enter_regions(out, recompute)  # a region can hold another
 
 
 def _copy_into(
-    graph: fx.Graph, gm: fx.GraphModule, names: dict[fx.Node, Any], tags: dict[str, Any], prefix: str = ""
+    graph: fx.Graph,
+    gm: fx.GraphModule,
+    names: dict[fx.Node, Any],
+    tags: dict[str, Any],
+    recompute: bool,
+    prefix: str = "",
 ) -> Any:
     """Copy a graph's nodes, entering regions. Returns what its output holds.
 
@@ -44,6 +54,7 @@ def _copy_into(
         gm: what to copy.
         names: values of nodes that stand for something else already: a child's placeholders.
         tags: metadata that every copied node gets.
+        recompute: tag what is checkpointed.
         prefix: path of ``gm`` in the outermost module.
     """
     regions = 0
@@ -60,7 +71,8 @@ def _copy_into(
             path = f"{prefix}{node.args[0].target}"
             operands = [fx.map_arg(x, names.__getitem__) for x in operands]
             inner = dict(zip(child.graph.find_nodes(op="placeholder"), operands, strict=True))
-            names[node] = _copy_into(graph, child, inner, {**tags, **_tags(node, regions)}, f"{path}.")
+            own = _tags(node, regions) if recompute else {}
+            names[node] = _copy_into(graph, child, inner, {**tags, **own}, recompute, f"{path}.")
             regions += 1
         elif node.target is operator.getitem and isinstance(names.get(node.args[0]), (tuple, list)):
             names[node] = names[node.args[0]][node.args[1]]
