@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .report import AttentionReport, GatherReport, GraphReport, ReductionReport
+    from .report import AttentionReport, BarrierReport, GatherReport, GraphReport, ReductionReport
 
 __all__ = ["Block", "blocks_of"]
 
@@ -28,6 +28,7 @@ class Block:
         children: the modules inside, by first use.
         attentions: in it; of the first of a run, as the next two.
         gathers: of values made in it.
+        barriers: in it.
         reductions: in it.
         times: how many equal ones this block stands for.
         last: name of the last one of them.
@@ -44,6 +45,7 @@ class Block:
     children: list[Block] = field(default_factory=list)
     attentions: list[AttentionReport] = field(default_factory=list)
     gathers: list[GatherReport] = field(default_factory=list)
+    barriers: list[BarrierReport] = field(default_factory=list)
     reductions: list[ReductionReport] = field(default_factory=list)
     times: int = 1
     last: str = ""
@@ -62,7 +64,8 @@ class Block:
         whole = [(g.op, g.reasons, g.bytes_sent, g.output, g.inside) for g in self.gathers]
         numbers = (self.flops, round(self.share, 2), self.collectives, self.bytes_sent)
         inner = [(c.name, c.times, c.looks) for c in self.children]
-        return self.kind, numbers, calls, whole, [r.op for r in self.reductions], inner
+        ops = [r.op for r in self.reductions], [b.op for b in self.barriers]
+        return self.kind, numbers, calls, whole, ops, inner
 
 
 def blocks_of(graph: GraphReport) -> list[Block]:
@@ -84,6 +87,9 @@ def blocks_of(graph: GraphReport) -> list[Block]:
     for g in graph.gathers:
         for block in _way(root, g.module or _OWN):
             block.gathers.append(g)
+    for b in graph.barriers:
+        for block in _way(root, b.module or _OWN):
+            block.barriers.append(b)
     for r in graph.reductions:
         for block in _way(root, r.module or _OWN):
             block.reductions.append(r)

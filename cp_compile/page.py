@@ -8,7 +8,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from .blocks import Block, blocks_of
-from .report_text import attention_calls, break_cost, gather_place, lengths_text, shape_text
+from .report_text import attention_calls, barrier_counts, break_cost, gather_place, lengths_text, shape_text
 
 if TYPE_CHECKING:
     from .report import AttentionReport, GatherReport, GraphReport, ReductionReport, Report, SegmentReport
@@ -17,6 +17,10 @@ __all__ = ["as_html"]
 
 _MOST_CELLS = 64
 """Ranks that are drawn one by one."""
+
+
+_MOST_OPS = 2
+"""Names of barriers that stand in a row of the drawing; the table has all of them."""
 
 
 def as_html(report: Report, title: str) -> str:
@@ -101,7 +105,8 @@ def _axis(axis: SegmentReport, report: Report) -> str:
 
 
 def _flow(g: GraphReport) -> Iterable[str]:
-    yield f'<li class="edge">{_count(g.inputs_sharded, "input")} cut to the rank\'s rows <em>no communication</em></li>'
+    cut = f"{_count(g.inputs_sharded, 'input')} cut to the rank's rows <em>no communication</em>"
+    yield f'<li class="edge">{cut if g.inputs_sharded else "inputs whole on every rank"}</li>'
     for block in blocks_of(g):
         yield _card(block)
         for gather in block.gathers:
@@ -112,7 +117,6 @@ def _flow(g: GraphReport) -> Iterable[str]:
 
 
 def _card(block: Block) -> str:
-    # A module that only wraps others is drawn with what its widest child holds.
     rows = "".join(_row(c) for c in _shown_children(block))
     return f'<li class="card {_tone(block.share)}">{_row(block, "div")}{f"<ul>{rows}</ul>" if rows else ""}</li>'
 
@@ -128,18 +132,30 @@ def _row(block: Block, tag: str = "li") -> str:
     name = escape(block.name) + (f" &hellip; {escape(block.last.rpartition('.')[2])}" if block.times > 1 else "")
     times = f'<span class="times">&times; {block.times}</span>' if block.times > 1 else ""
     flops = _flops(block.flops) if block.flops else ""
-    badge = ""
-    if tag == "li" or not block.children:
-        badge = "".join(_attention(a) for a in block.attentions[:1])
-        if len(block.attentions) > 1:
-            badge = f'<span class="badge">{len(block.attentions)} attentions, {_sent(block)}</span>'
+    badges = _badges(block, [] if tag == "li" else _shown_children(block))
     share = f"{block.share:.0%}"
     return (
         f'<{tag} class="row"><span class="name">{name}{times}</span><span class="kind">{escape(block.kind)}</span>'
-        f'<span class="badges">{badge}</span><span class="flops">{flops}</span>'
+        f'<span class="badges">{badges}</span><span class="flops">{flops}</span>'
         f'<span class="bar" role="img" aria-label="{share} sharded" title="{share} sharded">'
         f'<i style="width:{block.share * 100:.3g}%"></i></span></{tag}>'
     )
+
+
+def _badges(block: Block, below: Sequence[Block]) -> str:
+    """What happens in a block that the rows below it do not show."""
+    attentions = [a for a in block.attentions if not any(a in b.attentions for b in below)]
+    badges = "".join(map(_attention, attentions[:1]))
+    if len(attentions) > 1:
+        calls, sent = sum(a.collectives for a in attentions), sum(a.bytes_sent for a in attentions)
+        text = f"{_count(len(attentions), 'attention')}, {_count(calls, 'collective')}, {_bytes(sent)}"
+        badges = f'<span class="badge">{text}</span>'
+    ops = list(dict.fromkeys(b.op for b in block.barriers if not any(b in c.barriers for c in below)))
+    if ops:
+        names = ", ".join(op.removeprefix("aten.") for op in ops[:_MOST_OPS])
+        more = f" and {len(ops) - _MOST_OPS} more" if len(ops) > _MOST_OPS else ""
+        badges += f'<span class="badge barrier"><b>barrier</b> {escape(names)}{more}</span>'
+    return badges
 
 
 def _attention(a: AttentionReport) -> str:
@@ -165,10 +181,6 @@ def _reduction(r: ReductionReport, times: int) -> str:
     )
 
 
-def _sent(block: Block) -> str:
-    return f"{_count(block.collectives, 'collective')}, {_bytes(block.bytes_sent)}"
-
-
 def _tables(g: GraphReport) -> str:
     parts = []
     if g.attentions:
@@ -185,6 +197,14 @@ def _tables(g: GraphReport) -> str:
             for x in g.gathers
         ]
         parts.append(_table(_count(len(rows), "gather"), ["value", "place", "reason", "bytes", "source"], rows))
+    if g.barriers:
+        rows = [
+            [op, reason, f"{flops:,}", str(times), where]
+            for (op, reason, flops, where), times in barrier_counts(g.barriers).items()
+        ]
+        parts.append(
+            _table(_count(len(g.barriers), "barrier"), ["op", "reason", "FLOPs each", "times", "source"], rows)
+        )
     if g.reductions:
         rows = [[r.op, f"{r.bytes_sent:,}", r.where] for r in g.reductions]
         parts.append(_table(_count(len(rows), "all-reduce"), ["op", "bytes", "source"], rows))

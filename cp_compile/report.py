@@ -10,6 +10,7 @@ from .report_text import as_text
 
 __all__ = [
     "AttentionReport",
+    "BarrierReport",
     "BreakReport",
     "GatherReport",
     "GraphReport",
@@ -90,6 +91,25 @@ class GatherReport:
 
 
 @dataclass(frozen=True)
+class BarrierReport:
+    """An op on values along the token axis that cannot run on a shard: it works on all tokens, on every rank.
+
+    Attributes:
+        op: which.
+        reason: why, or that there is no rule for it.
+        flops: of one forward; every rank does all of them.
+        where: source line.
+        module: path of the module.
+    """
+
+    op: str
+    reason: str
+    flops: int
+    where: str
+    module: str
+
+
+@dataclass(frozen=True)
 class ReductionReport:
     """An op over tokens that runs on a shard; its partial sums are added up over the ranks.
 
@@ -160,6 +180,7 @@ class GraphReport:
         axes: the token axes that are sharded.
         attentions: all of them.
         gathers: values made whole.
+        barriers: ops that cannot run on a shard.
         reductions: ops whose partial sums are added up over the ranks.
         inputs_sharded: inputs of which each rank takes its rows.
         unknown_ops: ops without a rule, that the token axis meets.
@@ -181,6 +202,7 @@ class GraphReport:
     axes: tuple[SegmentReport, ...] = ()
     attentions: tuple[AttentionReport, ...] = ()
     gathers: tuple[GatherReport, ...] = ()
+    barriers: tuple[BarrierReport, ...] = ()
     reductions: tuple[ReductionReport, ...] = ()
     inputs_sharded: int = 0
     unknown_ops: tuple[str, ...] = ()

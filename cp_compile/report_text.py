@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
 if TYPE_CHECKING:
-    from .report import GraphReport, Report
+    from .report import BarrierReport, GraphReport, Report
 
-__all__ = ["as_text", "attention_calls", "break_cost", "gather_place", "lengths_text", "shape_text", "share_of_peak"]
+__all__ = [
+    "as_text",
+    "attention_calls",
+    "barrier_counts",
+    "break_cost",
+    "gather_place",
+    "lengths_text",
+    "shape_text",
+    "share_of_peak",
+]
 
 
 def as_text(report: Report) -> str:
@@ -39,6 +49,11 @@ def lengths_text(lengths: tuple[int | str, ...]) -> str:
 def gather_place(output: bool, inside: bool) -> str:
     """Where a gather stands, in a word."""
     return "output" if output else "inside" if inside else "end"
+
+
+def barrier_counts(barriers: Iterable[BarrierReport]) -> dict[tuple[str, str, int, str], int]:
+    """How often each barrier is met: one op of one source line, with its reason and its FLOPs."""
+    return Counter((b.op, b.reason, b.flops, b.where) for b in barriers)
 
 
 def share_of_peak(graph: GraphReport) -> str:
@@ -89,6 +104,12 @@ def _graph(g: GraphReport) -> str:
             for x in g.gathers
         ]
         lines += ["", tabulate(rows, ["gathered", "place", "reason", "bytes", "source"], tablefmt="simple")]
+    if g.barriers:
+        rows = [
+            [op, reason, f"{flops:,}", str(times), where]
+            for (op, reason, flops, where), times in barrier_counts(g.barriers).items()
+        ]
+        lines += ["", tabulate(rows, ["on all tokens", "reason", "FLOPs each", "times", "source"], tablefmt="simple")]
     if g.reductions:
         rows = [[r.op, f"{r.bytes_sent:,}", r.where] for r in g.reductions]
         lines += ["", tabulate(rows, ["summed over ranks", "bytes", "source"], tablefmt="simple")]

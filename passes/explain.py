@@ -14,6 +14,7 @@ from ..attention.ring import plan_ring
 from ..mesh import Mesh
 from ..placement import Placement
 from ..report import AttentionReport, GatherReport, GraphReport, ReductionReport, SegmentReport
+from .barriers import barriers
 from .breaks import break_after
 from .capture import Captured
 from .costs import bytes_of, flops_of, number
@@ -56,6 +57,7 @@ def explain(
         axes=tuple(_axis(w, plan) for w in sorted(longest, key=lambda w: -sum(number(s.length) for s in w))),
         attentions=tuple(attentions.values()),
         gathers=tuple(gathers.values()),
+        barriers=barriers(plan.axes),
         reductions=tuple(reductions.values()),
         inputs_sharded=len({s.value for s in rewritten.shards if s.value.op == "placeholder"}),
         unknown_ops=tuple(sorted(_unknown(graph, plan))),
