@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from . import _torch
+from .fused import FUSED
 from .graphs import call
 from .recognise import recognise_attention
 from .regions import enter_regions
@@ -79,7 +80,9 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     dynamo, gm = gm, open_vmap(enter_regions(gm, training))
     prefix: tuple[torch.Tensor, ...] = tuple(dict(gm.named_parameters(remove_duplicate=False)).values())
     prefix += tuple(dict(gm.named_buffers(remove_duplicate=False)).values())
-    module, signature = _torch.aot_export_module(gm, list(example_inputs), trace_joint=False, pre_dispatch=True)
+    module, signature = _torch.aot_export_module(
+        gm, list(example_inputs), trace_joint=False, pre_dispatch=True, decompositions=FUSED
+    )
     assert isinstance(module, fx.GraphModule)
     names = [n.name for n in module.graph.find_nodes(op="placeholder")]
     held = [*signature.parameters, *signature.buffers]

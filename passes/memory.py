@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from . import _torch
 from .costs import hint
@@ -62,8 +62,8 @@ def values_of(module: fx.GraphModule) -> dict[fx.Node, Any] | None:
     inputs = [n.meta.get("val") for n in module.graph.find_nodes(op="placeholder")]
     if not all(_is_known(n) for value in inputs for n in (value.shape if isinstance(value, torch.Tensor) else [value])):
         return None
-    run = _Run(module)
     with _torch.FakeTensorMode() as mode, torch.no_grad():
+        run = _Run(module, mode)
         try:
             run.run(*(_concrete(value, mode) for value in inputs))
         except _torch.DEPENDS_ON_DATA:
@@ -76,13 +76,19 @@ def values_of(module: fx.GraphModule) -> dict[fx.Node, Any] | None:
 class _Run(fx.Interpreter):
     """Runs a graph and keeps every node's value."""
 
-    def __init__(self, module: fx.GraphModule):
+    def __init__(self, module: fx.GraphModule, mode: Any):
         super().__init__(module)
+        self.mode = mode
         self.values: dict[fx.Node, Any] = {}
         self.regions: list[Any] = []
 
     def run_node(self, n: fx.Node) -> Any:
-        self.values[n] = value = super().run_node(n)
+        if isinstance(n.target, torch._ops.HigherOrderOperator):
+            # It runs on whole values, as it was traced; some cannot be run on fake ones outside of a trace.
+            value = tree_map(lambda v: _concrete(v, self.mode), n.meta["val"])
+        else:
+            value = super().run_node(n)
+        self.values[n] = value
         if n.target is _torch.enter_autocast:
             self.regions.append(value)
         elif n.target is _torch.exit_autocast:

@@ -2,7 +2,9 @@
 
 *Before*, ``softmax(q @ k.transpose(-1, -2) * scale + mask, -1) @ v`` as products and a softmax, by ``matmul``,
 ``bmm``, ``baddbmm`` or ``einsum``. *After*, one ``scaled_dot_product_attention``. What makes it right: every value in
-between has that one user, so nobody sees the weights, and the two are the same function.
+between has that one user, so nobody sees the scores, and the two are the same function. Where the weights have another
+user (``nn.MultiheadAttention`` returns them), the softmax stays for it, and attention is computed beside: the scores
+twice, but sharded.
 
 A chain that is not exactly this is left as it is. It still runs, rows sharded and keys gathered.
 """
@@ -105,7 +107,8 @@ def _scores(node: Any) -> _Scores | None:
         elif node.target in _PRODUCTS:
             a, b = (op.args[name] for name in _PRODUCTS[node.target])
             return _Scores(a, b, True, scale, masks)
-        elif node.target is aten.baddbmm.default and op.args["beta"] == 0:
+        elif node.target is aten.baddbmm.default and (op.args["beta"] == 0 or (op.args["beta"] == 1 and scale == 1.0)):
+            masks += [op.args["self"]] if op.args["beta"] else []
             return _Scores(op.args["batch1"], op.args["batch2"], True, scale * op.args["alpha"], masks)
         elif node.target is aten.einsum.default:
             return _einsum_scores(op, scale, masks)
@@ -169,8 +172,20 @@ def _labels(op: Op) -> tuple[tuple[str, str], str] | None:
     return (a, b), out
 
 
+def _product_beside_others(weights: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
+    """The one product with the values, where the weights are wanted besides: as an output, say."""
+    found = [
+        (user, Op.of(user).args[_PRODUCTS[user.target][1]], 0.0)
+        for user in weights.users
+        if user.target in _PRODUCTS and user.args[0] is weights and user.args[1] is not weights
+    ]
+    return found[0] if len(found) == 1 else None
+
+
 def _product_with_values(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
     """Read forwards from the softmax: casts and dropout, then the product with the values."""
+    if len(node.users) > 1:
+        return _product_beside_others(node)
     dropout = 0.0
     while len(node.users) == 1:
         (user,) = node.users

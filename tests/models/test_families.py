@@ -26,8 +26,7 @@ PART = [
     ("vit, 197 tokens", 2, 2),
     ("swin", 2, 1),
     ("t5 encoder", 1, 2),
-    ("nn.TransformerEncoder, eval, padded", 2, 1),
-    ("nn.MultiheadAttention, eval, with weights", 1, 2),
+    ("nn.MultiheadAttention, train, with weights", 1, 2),
     ("UNet2DConditionModel", 1, 2),
     ("SD3ControlNetModel", 2, 1),
     ("AutoencoderKL", 2, 1),
@@ -158,6 +157,14 @@ def _decoded(degrees: dict[str, int]) -> dict[str, Any]:
         "digest": digest(results[1]),
         "variants": [[a.variant for a in g.attentions] for g in graphs],
     }
+
+
+@pytest.mark.parametrize(
+    "name", ["nn.TransformerEncoder, eval, padded", "nn.MultiheadAttention, eval, with weights, padded"]
+)
+def test_modules_that_torch_runs_as_one_kernel_are_sharded(ranks, name):
+    (graph,) = compare_family(ranks(2), name, ulysses=2).check().report["graphs"]
+    assert {a["variant"] for a in graph["attentions"]} == {"ulysses"}
 
 
 @pytest.mark.parametrize("kind", ["documents", "window", "bias"])

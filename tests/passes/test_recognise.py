@@ -70,6 +70,23 @@ def test_baddbmm_is_attention():
     assert _attentions(function, *_qkv()) == 1
 
 
+def test_baddbmm_onto_a_mask_is_attention():
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        mask = q.new_zeros(8, 1, 7).masked_fill(torch.arange(7) > 4, -torch.inf)
+        return torch.bmm(torch.baddbmm(mask, q, k.mT, alpha=0.3).softmax(-1), v)
+
+    assert _attentions(function, *_qkv()) == 1
+
+
+def test_weights_that_are_wanted_too_are_computed_beside_attention():
+    def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        weights = (q @ k.mT).softmax(-1)
+        return weights @ v, weights
+
+    assert _attentions(function, *_qkv()) == 1
+
+
 def test_a_softmax_in_fp32_between_half_precision_products_is_attention():
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT * 0.3).float().softmax(-1).to(v.dtype) @ v
@@ -88,12 +105,11 @@ def test_a_softmax_in_fp32_between_half_precision_products_is_attention():
 @pytest.mark.parametrize(
     "function",
     [
-        lambda q, k, v: ((w := (q @ k.mT).softmax(-1)) @ v, w),
         lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
         lambda q, k, v: (q @ k.mT).masked_fill(torch.ones(5, 7, dtype=torch.bool).tril(), -torch.inf).softmax(-1) @ v,
         lambda q, k, v: v.mT @ (q @ k.mT).softmax(-1).mT,
     ],
-    ids=["weights are returned", "softmax over rows", "rows masked everywhere are NaN", "weights on the right"],
+    ids=["softmax over rows", "rows masked everywhere are NaN", "weights on the right"],
 )
 def test_what_is_not_quite_attention_is_left_alone(function: Callable[..., object]):
     q, k, v = _qkv()
