@@ -19,8 +19,9 @@ from torch import fx
 from cp_compile.backend import CPBackend
 from cp_compile.demo import configure
 from cp_compile.passes.capture import Captured
+from cp_compile.report import Report
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "plan_of", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,29 +44,42 @@ def run(args: argparse.Namespace, error: Callable[[str], Any]) -> int:
         args: the options that :func:`add_arguments` added.
         error: called with a sentence when the options make no sense; does not return.
     """
-    # The only process group of any size in one process. It lives among torch's testing code, and nowhere else.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     try:
         config = configure(args, None)
     except ValueError as reason:
         error(str(reason))
         raise
-    dist.init_process_group("fake", rank=0, world_size=config.world, store=FakeStore())
-    try:
-        case = config.case()
-        backend = _Explainer(config.ulysses, config.ring, None, "alltoall", True, "aot_eager", None, 60.0)
-        with torch.no_grad():
-            torch.compile(case.model(), backend=backend)(**case.kwargs())
-    finally:
-        dist.destroy_process_group()
+    case = config.case()
+    report = plan_of(case.model(), case.kwargs(), config.ulysses, config.ring)
     if args.html is not None:
         try:
-            args.html.write_text(backend.report.to_html(case.cls), encoding="utf-8")
+            args.html.write_text(report.to_html(case.cls), encoding="utf-8")
         except OSError as reason:
             error(f"--html: {reason}")
-    print(json.dumps(backend.report.to_dict()) if args.json else backend.report)
+    print(json.dumps(report.to_dict()) if args.json else report)
     return 0
+
+
+def plan_of(model: torch.nn.Module, inputs: dict[str, Any], ulysses: int, ring: int) -> Report:
+    """The report of a model on ``ulysses * ring`` ranks, of which none is started. No process group may exist.
+
+    Args:
+        model: runs once, without gradients.
+        inputs: its keyword arguments.
+        ulysses: degree.
+        ring: degree.
+    """
+    # The only process group of any size in one process. It lives among torch's testing code, and nowhere else.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ulysses * ring, store=FakeStore())
+    try:
+        backend = _Explainer(ulysses, ring, None, "alltoall", True, "aot_eager", None, 60.0)
+        with torch.no_grad():
+            torch.compile(model, backend=backend)(**inputs)
+    finally:
+        dist.destroy_process_group()
+    return backend.report
 
 
 class _Explainer(CPBackend):

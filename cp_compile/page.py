@@ -8,7 +8,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from .blocks import Block, blocks_of
-from .report_text import attention_calls, barrier_counts, break_cost, gather_place, lengths_text, shape_text
+from .report_text import attention_calls, barrier_counts, break_cost, gather_place, lengths_text, shape_text, share_text
 
 if TYPE_CHECKING:
     from .report import AttentionReport, GatherReport, GraphReport, ReductionReport, Report, SegmentReport
@@ -44,7 +44,7 @@ def _summary(report: Report) -> str:
     flops = sum(g.flops for g in graphs)
     sharded = sum(g.flops * g.flops_sharded for g in graphs)
     tiles = [
-        (f"{sharded / flops:.1%}" if flops else "-", "of the FLOPs run sharded"),
+        (share_text(sharded / flops) if flops else "-", "of the FLOPs run sharded"),
         (str(report.collectives), "collectives in one forward"),
         (_bytes(report.bytes_per_rank), "sent by each rank"),
     ]

@@ -249,12 +249,11 @@ class Report:
 
     @property
     def breaks(self) -> list[tuple[int, BreakReport]]:
-        """Breaks between graphs, each with the place in ``graphs`` of the graph before it."""
-        # Where the last graph returns to code that calls no other, nothing is lost.
-        return [(i, g.ends) for i, g in enumerate(self.graphs[:-1]) if g.ends is not None]
+        """Graph breaks, each with the place in ``graphs`` of the graph before it."""
+        return [(i, g.ends) for i, g in enumerate(self.graphs) if g.ends is not None]
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole report as plain data: numbers, texts, lists and dictionaries. ``docs/report.md`` has every key.
+        """The whole report as plain data that JSON can hold. ``docs/report.md`` has every key and its unit.
 
         Keys: ``ulysses``, ``ring``, ``collectives``, ``bytes_per_rank``, and ``graphs``: a list whose members have the
         fields of :class:`GraphReport`.

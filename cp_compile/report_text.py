@@ -20,6 +20,7 @@ __all__ = [
     "lengths_text",
     "shape_text",
     "share_of_peak",
+    "share_text",
 ]
 
 
@@ -44,6 +45,11 @@ def shape_text(sizes: tuple[int | str, ...] | None) -> str:
 def lengths_text(lengths: tuple[int | str, ...]) -> str:
     """The segments of an axis, as ``128 + 1024``."""
     return " + ".join(map(str, lengths))
+
+
+def share_text(share: float) -> str:
+    """A share in per cent; all of it is 100 % and nothing else is."""
+    return ">99.9%" if 0.9995 <= share < 1 else f"{share:.1%}"
 
 
 def gather_place(output: bool, inside: bool) -> str:
@@ -81,9 +87,10 @@ def _graph(g: GraphReport) -> str:
         lines.append(f"  {g.note}")
     if not g.attentions:
         return "\n".join(lines)
+    share = share_text(g.flops_sharded)
     lines.append(
-        f"  {g.flops_sharded:.0%} of the FLOPs run sharded; {g.collectives} collectives, {g.bytes_sent:,} bytes sent "
-        f"by each rank; {g.inputs_sharded} inputs sharded"
+        f"  {share} of the FLOPs run sharded; {g.collectives} collectives, {g.bytes_sent:,} bytes "
+        f"sent by each rank; {g.inputs_sharded} inputs sharded"
     )
     lines.append(f"  {share_of_peak(g)}; planned in {g.seconds:.2f} s")
     if g.axes:
@@ -142,7 +149,7 @@ def break_cost(report: Report, before: Iterable[int]) -> str:
         before: places in ``report.graphs``.
     """
     ends = [e for i in before if (e := report.graphs[i].ends) is not None]
-    cut = sum(report.graphs[i + 1].inputs_sharded for i in before)
+    cut = sum(g.inputs_sharded for i in before for g in report.graphs[i + 1 : i + 2])
     gathers = sum(e.gathers for e in ends)
     costs = []
     if gathers:
