@@ -57,6 +57,11 @@ class Captured:
     def placeholders(self) -> list[fx.Node]:
         return self.module.graph.find_nodes(op="placeholder")
 
+    @property
+    def own_placeholders(self) -> list[fx.Node]:
+        """Placeholders of the inputs that Dynamo's graph has."""
+        return self.placeholders[len(self.prefix) :]
+
     def carry_metadata(self, module: fx.GraphModule) -> None:
         """Tell a rewritten graph what Dynamo knew of its inputs: which are parameters that never move, say."""
         for node in module.graph.find_nodes(op="placeholder")[: len(self.prefix)]:
