@@ -1,4 +1,4 @@
-"""Whole pipelines on real ranks: the image of N ranks is the image of one process, whatever the pipeline does on the way.
+"""Whole pipelines on real ranks: the picture of N ranks is that of one process, whatever the pipeline does on the way.
 
 The reference is the same pipeline, never parallelized, run by each rank for itself. Both the latents after every step
 and the image are compared, since pixels are clamped.
@@ -7,6 +7,7 @@ and the image are compared, since pixels are clamped.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,3 +138,92 @@ def _graphs_of_wan() -> int:
     pipeline = cp_compile.parallelize(_pipeline("wan"), ulysses=2, inner="aot_eager")
     _picture(pipeline, "wan", (32, 48), 3)
     return len(cp_compile.report_of(pipeline).graphs)
+
+
+def test_adapters_come_and_go(ranks: Callable[[int], Any], tmp_path: Path) -> None:
+    _save_adapter(tmp_path)
+    for answer in ranks(2).run(_with_adapter, str(tmp_path), timeout=300):
+        assert max(answer["errors"]) <= TOLERANCE
+        assert answer["changed"] > 1e-3, "the adapter changes nothing, so that losing it would not be seen"
+        assert answer["restored"]
+
+
+def _save_adapter(folder: Path) -> None:
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    pipeline = _pipeline("stable_diffusion_3")
+    pipeline.transformer.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    weights = get_peft_model_state_dict(pipeline.transformer)
+    generator = torch.Generator().manual_seed(2)
+    weights = {name: torch.randn(w.shape, generator=generator) * 0.2 for name, w in weights.items()}
+    pipeline.save_lora_weights(folder, transformer_lora_layers=weights)
+
+
+def _with_adapter(folder: str) -> dict[str, Any]:
+    plain = _pipeline("stable_diffusion_3")
+    pipeline = cp_compile.parallelize(_pipeline("stable_diffusion_3"), ulysses=2, inner="aot_eager")
+    errors, pictures = [], []
+    for change in ("none", "load", "weaken", "unload"):
+        for each in (plain, pipeline):
+            if change == "load":
+                each.load_lora_weights(folder, adapter_name="style")
+            elif change == "weaken":
+                each.set_adapters(["style"], adapter_weights=[0.5])
+            elif change == "unload":
+                each.unload_lora_weights()
+        pictures.append(_picture(pipeline, "stable_diffusion_3", (36, 44), 2))
+        errors.append(relative_error(pictures[-1], _picture(plain, "stable_diffusion_3", (36, 44), 2)))
+    return {
+        "errors": errors,
+        "changed": min(relative_error(a, b) for a, b in zip(pictures[1:], pictures[:-1])),
+        "restored": relative_error(pictures[3], pictures[0]) == 0,
+    }
+
+
+@pytest.mark.parametrize("first", ["parallelize", "offload"])
+def test_offloading_works_in_either_order(ranks: Callable[[int], Any], first: str) -> None:
+    for answer in ranks(2).run(_offloaded, first, timeout=300):
+        assert answer["error"] <= TOLERANCE
+        assert answer["variants"] == {"ulysses"}
+        assert answer["hooked"]
+        assert answer["graphs"][0] == answer["graphs"][1], "a hook put anew by the pipeline must not compile anew"
+
+
+def _offloaded(first: str) -> dict[str, Any]:
+    plain, pipeline = _pipeline("stable_diffusion_3"), _pipeline("stable_diffusion_3")
+    if first == "offload":
+        pipeline.enable_model_cpu_offload(device="cpu")
+    cp_compile.parallelize(pipeline, ulysses=2, inner="aot_eager")
+    if first == "parallelize":
+        pipeline.enable_model_cpu_offload(device="cpu")
+    errors, graphs = [], []
+    for _ in range(2):
+        actual = _picture(pipeline, "stable_diffusion_3", (36, 44), 2)
+        errors.append(relative_error(actual, _picture(plain, "stable_diffusion_3", (36, 44), 2)))
+        graphs.append(len(cp_compile.report_of(pipeline).graphs))
+    return {
+        "error": max(errors),
+        "graphs": graphs,
+        "hooked": hasattr(pipeline.transformer, "_hf_hook"),
+        "variants": {a.variant for g in cp_compile.report_of(pipeline).graphs for a in g.attentions},
+    }
+
+
+def test_blocks_offloaded_in_groups_are_still_sharded(ranks: Callable[[int], Any]) -> None:
+    for error, variants in ranks(2).run(_group_offloaded, timeout=300):
+        assert error <= TOLERANCE
+        assert variants == {"ulysses"}
+
+
+def _group_offloaded() -> tuple[float, set[str]]:
+    plain, pipeline = _pipeline("stable_diffusion_3"), _pipeline("stable_diffusion_3")
+    cp_compile.parallelize(pipeline, ulysses=2, inner="aot_eager")
+    pipeline.transformer.enable_group_offload(
+        onload_device=torch.device("cpu"),
+        offload_device=torch.device("cpu"),
+        offload_type="block_level",
+        num_blocks_per_group=1,
+    )
+    actual = _picture(pipeline, "stable_diffusion_3", (36, 44), 2)
+    error = relative_error(actual, _picture(plain, "stable_diffusion_3", (36, 44), 2))
+    return error, {a.variant for g in cp_compile.report_of(pipeline).graphs for a in g.attentions}
