@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -57,7 +57,7 @@ def open_subclasses(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Opened
                 names[node]._dynamo_source = node._dynamo_source
             parts.append(())
             continue
-        if x.requires_grad and torch.is_grad_enabled():
+        if cast(torch.Tensor, x).requires_grad and torch.is_grad_enabled():
             raise CPError(
                 f"cp_compile: input {node.name} is a {type(x).__name__} that wants a gradient. Only plain tensors "
                 "can be trained: freeze it (requires_grad_(False)), or run the model under torch.no_grad()."
