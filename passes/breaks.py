@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,14 +25,14 @@ _RETURNS = "it returns to a function that Dynamo has cut or given up (TORCH_LOGS
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def break_after(dynamo: fx.GraphModule, gathers: Iterable[GatherReport] = ()) -> BreakReport | None:
+def break_after(dynamo: fx.GraphModule, leaving: Sequence[GatherReport] = ()) -> BreakReport | None:
     """The break that ends a graph, or None where the model itself ends.
 
     Must be called while Dynamo waits for the backend: the functions above are found on the stack.
 
     Args:
         dynamo: the graph as Dynamo gave it.
-        gathers: of this graph; those of values that leave it are what the break costs.
+        leaving: gathers of values that leave the graph, which is what the break costs.
     """
     reason = _torch.why_graph_ended(dynamo)
     if reason is None:
@@ -45,7 +45,6 @@ def break_after(dynamo: fx.GraphModule, gathers: Iterable[GatherReport] = ()) ->
         if caller is None:
             return None
         (file, line), why = caller, _RETURNS
-    leaving = [g for g in gathers if g.output]
     return BreakReport(
         where=f"{shown_path(file)}:{line}",
         code=linecache.getline(file, line).strip(),

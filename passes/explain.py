@@ -42,11 +42,13 @@ def explain(
     last = max((i for i, node in enumerate(graph.nodes) if node in attentions and node in plan.modes), default=-1)
     place = {node: i for i, node in enumerate(graph.nodes)}
     gathers = {g.value: _gather(g, plan, place, last) for g in rewritten.gathers}
+    leaving = [gathers[g.value] for g in rewritten.gathers if any(user.op == "output" for user in g.users)]
     reductions = {node: _reduction(node, mesh) for node in rewritten.reduced}
     sent: dict[fx.Node, tuple[int, int]] = {node: (a.collectives, a.bytes_sent) for node, a in attentions.items()}
-    for node, part in (*gathers.items(), *reductions.items()):
-        calls, sent_before = sent.get(node, (0, 0))
-        sent[node] = calls + 1, sent_before + part.bytes_sent
+    parts: list[tuple[fx.Node, GatherReport | ReductionReport]] = [*gathers.items(), *reductions.items()]
+    for node, part in parts:
+        calls, before = sent.get(node, (0, 0))
+        sent[node] = calls + 1, before + part.bytes_sent
     work = {node: flops_of(node) for node in graph.nodes}
     total = sum(work.values())
     words = {leaves(m.word) for m in plan.modes.values()}
@@ -68,7 +70,7 @@ def explain(
         peak_bytes=None if values is None else peak_bytes(rewritten.module.graph, values.__getitem__),
         peak_bytes_single=peak_bytes(graph),
         modules=sum_by_module(graph, plan.modes, sent),
-        ends=break_after(captured.dynamo, gathers.values()),
+        ends=break_after(captured.dynamo, leaving),
         seconds=seconds,
         where=_first_line(graph),
     )

@@ -42,10 +42,10 @@ def peak_bytes(graph: fx.Graph, value_of: Callable[[fx.Node], Any] = lambda n: n
         for storage in (s for n in (node, *node.all_input_nodes) for s in held[n]):
             last[storage._cdata] = i
     change = [0] * (len(nodes) + 1)
-    for storage, start in first.items():
+    for address, start in first.items():
         if start >= 0:
-            change[start] += size[storage]
-            change[last[storage] + 1] -= size[storage]
+            change[start] += size[address]
+            change[last[address] + 1] -= size[address]
     peak = alive = 0
     for step in change:
         alive += step

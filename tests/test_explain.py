@@ -170,6 +170,17 @@ class _Breaking(_Attends):
         return super().forward(x) * scale
 
 
+class _Around(nn.Module):
+    """The break is in an inner module, after a gather that it is not to blame for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing, self.breaking = _Mixing(), _Breaking()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.breaking(self.mixing(x))
+
+
 class _Looping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -211,6 +222,15 @@ def test_a_break_is_named_by_the_line_at_which_dynamo_stopped():
     assert found.where in str(report) and "1 gather, 384 bytes sent" in str(report)
 
 
+def test_a_break_in_an_inner_module_is_named_there_and_costs_only_what_leaves():
+    first, second = _explained(_Around()).graphs[:2]
+    assert first.ends is not None and second.ends is not None
+    assert first.ends.where.endswith(_line(_Breaking.forward, ".item()"))
+    # The first graph gathers for the op that mixes tokens, whose value leaves it whole.
+    assert len(first.gathers) == 1 and (first.ends.gathers, first.ends.bytes_sent) == (0, 0)
+    assert (second.ends.gathers, second.ends.bytes_sent) == (1, 6 * 16 * 4)
+
+
 def test_a_function_that_dynamo_gave_up_is_named_by_the_call_in_it():
     # One graph serves all calls of the inner module, and each call gathers.
     ((_, found),) = _explained(_Looping()).breaks
@@ -239,6 +259,9 @@ def test_modules_add_up_to_their_graph(name: str):
         assert sum(m.flops for m in graph.modules) == graph.flops
         assert sum(m.collectives for m in graph.modules) == graph.collectives
         assert sum(m.bytes_sent for m in graph.modules) == graph.bytes_sent
+        once = (*graph.gathers, *graph.reductions)
+        assert graph.collectives == sum(a.collectives for a in graph.attentions) + len(once)
+        assert graph.bytes_sent == sum(part.bytes_sent for part in (*graph.attentions, *once))
         sharded = sum(m.flops_sharded for m in graph.modules)
         assert sharded == pytest.approx(graph.flops * graph.flops_sharded)
         assert {a.module for a in graph.attentions} <= {m.path for m in graph.modules}
