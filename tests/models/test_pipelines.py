@@ -105,9 +105,21 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", list(SIZES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flux",
+        "wan",
+        "cogvideox",
+        pytest.param("qwen_image", marks=pytest.mark.sweep),
+        pytest.param("stable_diffusion_3", marks=pytest.mark.sweep),
+    ],
+)
 def test_the_picture_of_two_ranks_is_that_of_one_process(ranks: Callable[[int], Any], name: str) -> None:
-    _check(ranks(2).run(_pictures, name, {"ulysses": 2}, [(SIZES[name], 3)], timeout=300), "ulysses")
+    answers = ranks(2).run(_pictures, name, {"ulysses": 2}, [(SIZES[name], 3)], timeout=300)
+    _check(answers, "ulysses")
+    if name == "wan":
+        assert answers[0]["graphs"] == 1, "two transformers of one structure are compiled once"
 
 
 @pytest.mark.sweep
@@ -122,22 +134,12 @@ def test_the_picture_is_the_same_on_a_ring_and_on_both(
     _check(ranks(world).run(_pictures, name, degrees, calls, timeout=600), variant)
 
 
+@pytest.mark.sweep
 def test_several_sizes_and_step_counts_follow_each_other(ranks: Callable[[int], Any]) -> None:
     calls = [((36, 44), 1), ((52, 28), 2), ((44, 60), 4)]
     answers = ranks(2).run(_pictures, "stable_diffusion_3", {"ring": 2}, calls, timeout=300)
     _check(answers, "ring")
     assert answers[0]["graphs"] <= 2, "one graph for the first size and one for all others"
-
-
-def test_two_transformers_of_one_structure_are_compiled_once(ranks: Callable[[int], Any]) -> None:
-    for graphs in ranks(2).run(_graphs_of_wan, timeout=300):
-        assert graphs == 1
-
-
-def _graphs_of_wan() -> int:
-    pipeline = cp_compile.parallelize(_pipeline("wan"), ulysses=2, inner="aot_eager")
-    _picture(pipeline, "wan", (32, 48), 3)
-    return len(cp_compile.report_of(pipeline).graphs)
 
 
 def test_adapters_come_and_go(ranks: Callable[[int], Any], tmp_path: Path) -> None:
@@ -209,6 +211,7 @@ def _offloaded(first: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sweep
 def test_blocks_offloaded_in_groups_are_still_sharded(ranks: Callable[[int], Any]) -> None:
     for error, variants in ranks(2).run(_group_offloaded, timeout=300):
         assert error <= TOLERANCE
