@@ -8,7 +8,7 @@
 
 from ._version import __version__
 from .backend import CPBackend, cp_backend
-from .errors import CPError, MeshError, ScheduleError
+from .errors import CPError, InputError, MeshError, PeerError, ScheduleError
 from .parallelize import from_pretrained, parallelize, report_of, unparallelize
 from .passes.rules import register_rule
 from .report import Report
@@ -16,7 +16,9 @@ from .report import Report
 __all__ = [
     "CPBackend",
     "CPError",
+    "InputError",
     "MeshError",
+    "PeerError",
     "Report",
     "ScheduleError",
     "__version__",

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import ops  # noqa: F401  (registers the ops)
 from .accumulate import Accumulation, Partial
 from .groups import RING, ULYSSES, build_mesh
+from .inputs import compare_always, compare_sizes, given, sync
 from .mesh import Mesh
 from .passes import _torch
 from .passes.axes import find_axes
@@ -23,10 +27,12 @@ from .passes.capture import Captured, capture
 from .passes.compile import compile_graph
 from .passes.explain import explain, explain_unchanged
 from .passes.plan import Plan, make_plan
+from .passes.provenance import where_of
 from .passes.rewrite import Options, rewrite
 from .passes.rules.attention import ATTENTION
 from .passes.subclasses import has_subclasses, open_subclasses
-from .passes.verify import describe, verify
+from .passes.verify import Offer, describe, verify, verify_setup
+from .rendezvous import Rendezvous, in_short
 from .report import GraphReport, Report
 
 __all__ = ["CPBackend", "cp_backend"]
@@ -34,6 +40,7 @@ __all__ = ["CPBackend", "cp_backend"]
 log = logging.getLogger("cp_compile")
 
 Inner = Literal["inductor", "aot_eager"] | Callable[..., Any]
+CheckInputs = Literal["first", "always", "off"]
 
 
 def cp_backend(
@@ -46,6 +53,9 @@ def cp_backend(
     inner: Inner = "inductor",
     options: dict[str, Any] | None = None,
     timeout: float = 60.0,
+    check_inputs: CheckInputs = "first",
+    sync_inputs: bool = False,
+    fallback: Literal["error", "replicate"] = "error",
 ) -> CPBackend:
     """A torch.compile backend that runs any model with context parallelism.
 
@@ -66,7 +76,14 @@ def cp_backend(
         inner: what compiles each rank's program: ``inductor``, ``aot_eager`` (for tests), or a function
             ``inner(gm, example_inputs)`` that is used as AOTAutograd's compiler.
         options: for the inner compiler: Inductor's configuration.
-        timeout: seconds that a rank waits for the others to compile the same graph before it raises.
+        timeout: seconds that a rank waits, while it compiles, for another that gives no sign of life before it raises.
+            How long a collective may take is the process group's own timeout.
+        check_inputs: when to compare each tensor that a graph takes, weights included, with the other ranks', by
+            checksum: ``first``, when the graph is compiled; ``always``, on each call too, which waits for the device;
+            ``off``, never.
+        sync_inputs: on each call of a compiled graph, pass the first rank's floating inputs (not weights) on all ranks.
+        fallback: when a graph cannot be compiled for the mesh: ``error``; or ``replicate``, every rank runs all of it,
+            with a warning and a note in the report.
 
     Returns:
         The backend. Its ``report`` tells what was compiled. One backend may compile several models.
@@ -74,7 +91,30 @@ def cp_backend(
     Raises:
         ValueError: an argument makes no sense. Whether the degrees fit the ranks is known at the first compile only.
     """
-    return CPBackend(ulysses, ring, mesh, rotate, convert_to_fp32, inner, options, timeout)
+    return CPBackend(
+        ulysses,
+        ring,
+        mesh,
+        rotate,
+        convert_to_fp32,
+        inner,
+        options,
+        timeout,
+        check_inputs=check_inputs,
+        sync_inputs=sync_inputs,
+        fallback=fallback,
+    )
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What one rank runs of a graph, and how it came to it."""
+
+    captured: Captured
+    plan: Plan
+    module: fx.GraphModule
+    report: GraphReport
+    training: bool
 
 
 class CPBackend:
@@ -94,6 +134,10 @@ class CPBackend:
         inner: Inner,
         options: dict[str, Any] | None,
         timeout: float,
+        *,
+        check_inputs: CheckInputs = "first",
+        sync_inputs: bool = False,
+        fallback: Literal["error", "replicate"] = "error",
     ):
         for name, degree in ((ULYSSES, ulysses), (RING, ring)):
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
@@ -109,14 +153,21 @@ class CPBackend:
             raise ValueError(f"cp_compile: inner={inner!r}; expected 'inductor', 'aot_eager' or a function")
         if options and inner != "inductor":
             raise ValueError(f"cp_compile: options={options!r} are Inductor's, but inner={inner!r}")
+        if check_inputs not in ("first", "always", "off"):
+            raise ValueError(f"cp_compile: check_inputs={check_inputs!r}; expected 'first', 'always' or 'off'")
+        if fallback not in ("error", "replicate"):
+            raise ValueError(f"cp_compile: fallback={fallback!r}; expected 'error' or 'replicate'")
+        if not timeout > 0:
+            raise ValueError(f"cp_compile: timeout={timeout!r}; expected seconds, above 0")
         self.ulysses, self.ring = ulysses, ring
         self.device_mesh = mesh
         self.options = Options(rotate, convert_to_fp32)
         self.inner, self.inner_options = inner, options
         self.timeout = timeout
+        self.check_inputs, self.sync_inputs, self.fallback = check_inputs, sync_inputs, fallback
         self.report = Report(ulysses, ring)
         self._accumulation = Accumulation()
-        self._mesh: Mesh | None = None
+        self._joined: tuple[Mesh, Rendezvous] | None = None
         self._frames: dict[Any, int] = {}
 
     def __call__(
@@ -137,29 +188,65 @@ class CPBackend:
             opened = open_subclasses(gm, example_inputs)
             inner = self(opened.module, opened.example_inputs)
             return lambda *args: inner(*opened.unpack(args))
-        start = time.perf_counter()
         number = self._number()
-        mesh = self._the_mesh(example_inputs)
+        mesh, rendezvous = self._join(example_inputs)
+        with rendezvous.telling(f"while compiling graph {number}"):
+            try:
+                with rendezvous.working():
+                    program = self._program(gm, example_inputs, number, mesh)
+            except Exception as error:
+                if self.fallback == "error":
+                    raise
+                program = in_short(error)
+            if program is None:
+                return compile_graph(gm, example_inputs, self.inner, self.inner_options)
+            rendezvous.get_in_step()
+            reason = verify(self._offer(program, example_inputs), rendezvous)
+            if reason or isinstance(program, str):
+                return self._replicate(gm, example_inputs, number, reason)
+            self._keep(program.report)
+            log.info(program.report.summary)
+            compiled = self._finish(program.captured, program.module, example_inputs)
+        if not program.training:
+            return compiled
+        partial = self._leaving_partial(program.captured, program.plan, mesh)
+        return self._accumulation.choose(compiled, partial, mesh.group)
+
+    def _program(self, gm: fx.GraphModule, example_inputs: Sequence[Any], number: int, mesh: Mesh) -> _Program | None:
+        """This rank's program; none if there is no attention, which is noted."""
+        start = time.perf_counter()
         captured = capture(gm, example_inputs)
         graph = captured.module.graph
         if not any(n.target is ATTENTION for n in graph.nodes):
             unchanged = explain_unchanged(captured, number)
             self._keep(unchanged)
             log.info(unchanged.summary)
-            return compile_graph(gm, example_inputs, self.inner, self.inner_options)
+            return None
         axes = find_axes(graph)
         plan = make_plan(graph, axes, self.ring, self.ulysses)
         training = torch.is_grad_enabled() and any(captured.trained)
         local = rewrite(captured, plan, mesh, self.options, training)
         seconds = time.perf_counter() - start
         report = explain(captured, plan, local, mesh, self.options, number, seconds)
-        verify(describe(local.module, [*captured.prefix, *example_inputs]), mesh, self.timeout)
-        self._keep(report)
-        log.info(report.summary)
-        compiled = self._finish(captured, local.module, example_inputs)
-        if not training:
-            return compiled
-        return self._accumulation.choose(compiled, self._leaving_partial(captured, plan, mesh), mesh.group)
+        return _Program(captured, plan, local.module, report, training)
+
+    def _offer(self, program: _Program | str, example_inputs: Sequence[Any]) -> Offer:
+        """What the other ranks must know of a program, or of why there is none."""
+        if isinstance(program, str):
+            return Offer(unable=program)
+        captured = program.captured
+        lines = describe(program.module, [*captured.prefix, *example_inputs])
+        if self.check_inputs == "off" or dist.get_backend() == "fake":
+            return Offer(lines)
+        return Offer(lines, given(captured, example_inputs).values(example_inputs, self.sync_inputs))
+
+    def _replicate(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], number: int, reason: str
+    ) -> Callable[..., Any]:
+        note = f"cannot be compiled for the mesh, so every rank runs all of it: {reason}"
+        warnings.warn(f"cp_compile: graph {number} {note}", stacklevel=2)
+        self._note(number, gm, note)
+        return compile_graph(gm, example_inputs, self.inner, self.inner_options)
 
     def _leaving_partial(self, captured: Captured, plan: Plan, mesh: Mesh) -> Callable[[], Partial]:
         """How to compile the same program with the gradients of its parameters left partial, when that is needed."""
@@ -171,7 +258,7 @@ class CPBackend:
         def build() -> Partial:
             local = rewrite(captured, plan, mesh, self.options, True, leave_partial=parameters)
             with _torch.tracing(context):
-                verify(describe(local.module, [*captured.prefix, *inputs]), mesh, self.timeout)
+                verify(Offer(describe(local.module, [*captured.prefix, *inputs])), self._join(inputs)[1])
                 compiled = self._finish(captured, local.module, inputs)
             return compiled, [captured.own_placeholders.index(n) for n in local.left_partial]
 
@@ -209,7 +296,7 @@ class CPBackend:
         modes = _torch.list_mode_options()
         if mode and mode not in modes:
             raise ValueError(f"cp_compile: torch.compile({given}); expected one of {', '.join(map(repr, modes))}")
-        self._the_mesh(example_inputs)  # made once, for the copy too
+        self._join(example_inputs)  # made once, for the copy too
         chosen = copy(self)
         own, theirs = self.inner_options or {}, options or {}
         named = {name.replace("-", "_"): value for name, value in theirs.items()}  # as torch.compile reads them
@@ -217,17 +304,39 @@ class CPBackend:
         return chosen
 
     def _finish(self, captured: Captured, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        captured.carry_metadata(module)
-        compiled = compile_graph(module, [*captured.prefix, *example_inputs], self.inner, self.inner_options)
-        if not captured.prefix:
-            return compiled
-        return lambda *args: compiled(*captured.prefix, *args)
+        mesh, rendezvous = self._join(example_inputs)
+        with rendezvous.working():
+            captured.carry_metadata(module)
+            compiled = compile_graph(module, [*captured.prefix, *example_inputs], self.inner, self.inner_options)
+        rendezvous.meet("finish compiling", "", lambda said: "")
+        call = compiled if not captured.prefix else lambda *args: compiled(*captured.prefix, *args)
+        inputs = given(captured, example_inputs)
+        if self.sync_inputs:
+            call = sync(call, inputs, mesh)
+        if self.check_inputs == "always":
+            call = compare_always(call, inputs, self.sync_inputs, mesh)
+        if inputs.sizes:
+            call = compare_sizes(call, inputs, rendezvous)
+        return rendezvous.guard(call, "while running a compiled graph")
 
-    def _the_mesh(self, example_inputs: Sequence[Any]) -> Mesh:
-        if self._mesh is None:
+    def _join(self, example_inputs: Sequence[Any]) -> tuple[Mesh, Rendezvous]:
+        """The other ranks. The first time, all must be there and set up alike before a process group is made."""
+        if self._joined is None:
             device = next((x.device.type for x in example_inputs if isinstance(x, torch.Tensor)), "cpu")
-            self._mesh = build_mesh(self.ring, self.ulysses, self.device_mesh, device)
-        return self._mesh
+            rendezvous = None
+            if self.device_mesh is None and dist.is_initialized():
+                rendezvous = self._meet_first(range(dist.get_world_size()))
+            mesh = build_mesh(self.ring, self.ulysses, self.device_mesh, device)
+            self._joined = mesh, rendezvous or self._meet_first(mesh.ranks)
+        return self._joined
+
+    def _meet_first(self, ranks: Sequence[int]) -> Rendezvous:
+        rendezvous = Rendezvous(ranks, dist.get_rank(), self.timeout)
+        names = (
+            "ulysses", "ring", "options", "inner", "inner_options", "check_inputs", "sync_inputs", "fallback",
+        )  # fmt: skip
+        verify_setup({name: getattr(self, name) for name in names}, rendezvous)
+        return rendezvous
 
     def _number(self) -> int:
         """Which graph this is. Dynamo may start a frame anew and hand over the same graph again."""
@@ -238,3 +347,8 @@ class CPBackend:
 
     def _keep(self, graph: GraphReport) -> None:
         self.report.graphs[graph.number : graph.number + 1] = [graph]
+
+    def _note(self, number: int, gm: fx.GraphModule, note: str) -> None:
+        where = next((w for n in gm.graph.nodes if n.op == "call_function" and (w := where_of(n))), "")
+        self._keep(GraphReport(number, note, where=where))
+        log.info("cp: %s", note)

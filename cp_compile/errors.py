@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CPError", "MeshError", "ScheduleError"]
+__all__ = ["CPError", "InputError", "MeshError", "PeerError", "ScheduleError"]
 
 
 class CPError(RuntimeError):
@@ -15,3 +15,11 @@ class MeshError(CPError):
 
 class ScheduleError(CPError):
     """Ranks that would run different collectives, or a rank that never arrived."""
+
+
+class InputError(CPError):
+    """Ranks that were given different inputs, or that hold different weights."""
+
+
+class PeerError(CPError):
+    """Another rank failed, or a collective did; the message says which rank and what it said last."""

@@ -91,10 +91,11 @@ def _view(device_mesh: DeviceMesh, ring: int, ulysses: int) -> Mesh:
 
 def _whole_group(part: DeviceMesh, ranks: tuple[int, ...], groups: dict[str, str]) -> str:
     """The group of all ranks of the mesh, made only if none is there yet."""
+    for name, group in groups.items():
+        # Before the default group, so that a mesh of one dim runs all of its collectives in one communicator.
+        if part.size(part.mesh_dim_names.index(name)) == len(ranks):  # type: ignore[union-attr]
+            return group
     world = dist.group.WORLD
     if world is not None and ranks == tuple(range(dist.get_world_size())):
         return world.group_name
-    for name, group in groups.items():
-        if part.size(part.mesh_dim_names.index(name)) == len(ranks):  # type: ignore[union-attr]
-            return group
     return part._flatten().get_group().group_name

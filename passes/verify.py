@@ -1,27 +1,46 @@
-"""All ranks agree on the collective schedule before the first run, or a clear error within a time limit.
+"""All ranks agree on a graph before it runs: same setup, same inputs, same collectives, or a clear error in time.
 
-A rank that would run other collectives than its peers leaves them waiting for ever. So each rank describes what it is
-about to run (inputs, ops with collectives, their order, groups and sizes), and the ranks compare a hash of that through
-the store of the process group: a key-value store that is there already, so nothing new is opened, and text is all that
-is read from it.
+A rank that would run other collectives than its peers leaves them waiting for ever. So each rank says what it is about
+to run (inputs, ops with collectives, their order, groups and sizes) at a :class:`~cp_compile.rendezvous.Rendezvous`,
+where the last one to arrive compares.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Sequence
-from datetime import timedelta
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
-from ..errors import ScheduleError
-from ..mesh import Mesh
-from . import _torch
+from .. import errors
+from .._version import __version__
+from ..errors import InputError, ScheduleError
+from ..inputs import describe_difference
+from ..rendezvous import Rendezvous, listed
 
-__all__ = ["describe", "verify"]
+__all__ = ["Offer", "describe", "verify", "verify_setup"]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank would run.
+
+    Attributes:
+        lines: what :func:`describe` gave.
+        values: checksums of its inputs by their labels, if they are to be compared.
+        unable: why this rank could not make a program of the graph, or nothing.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    values: dict[str, int] = field(default_factory=dict)
+    unable: str = ""
 
 
 def describe(module: fx.GraphModule, example_inputs: Sequence[Any]) -> list[str]:
@@ -42,59 +61,83 @@ def describe(module: fx.GraphModule, example_inputs: Sequence[Any]) -> list[str]
     return lines
 
 
-def verify(lines: Sequence[str], mesh: Mesh, timeout: float) -> None:
-    """Compare a schedule with the other ranks'.
+def verify_setup(settings: dict[str, Any], rendezvous: Rendezvous) -> None:
+    """Compare versions and settings with the other ranks'.
 
     Args:
-        lines: what :func:`describe` gave.
-        mesh: the ranks that must agree.
-        timeout: seconds to wait for the slowest rank.
+        settings: of the backend, each of which must be the same on all ranks.
+        rendezvous: of the ranks that must agree.
 
     Raises:
-        ScheduleError: a rank has another schedule, or did not arrive in time.
+        ScheduleError: a rank has another version or setting, or did not arrive in time.
     """
-    if mesh.degree == 1 or dist.get_backend() == "fake":
-        return
-    text = "\n".join(lines)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    me = mesh.ranks[mesh.rank]
-    shared = dist.PrefixStore(f"cp_compile/{'-'.join(map(str, mesh.ranks))}", _torch._get_default_store())
-    # Each rank counts its own compilations, over all backends, in the store: the count lives as long as the group does.
-    number = shared.add(f"compiled/{me}", 1)
-    store = dist.PrefixStore(f"{number}", shared)
-    store.set(f"text/{me}", text)
-    store.set(f"hash/{me}", digest)
-    missing = _missing(store, mesh, timeout)
-    if missing:
+    versions = {"cp_compile": f"{__version__} (sources {_sources()})", "torch": torch.__version__}
+    # Where an object lies in memory is each rank's own.
+    said = {name: re.sub(r" at 0x[0-9a-f]+", "", str(value)) for name, value in (versions | settings).items()}
+    rendezvous.meet("start to compile", json.dumps(said), _judge_setup)
+
+
+def verify(offer: Offer, rendezvous: Rendezvous) -> str:
+    """Compare a program with the other ranks'.
+
+    Args:
+        offer: this rank's.
+        rendezvous: of the ranks that must agree.
+
+    Returns:
+        Nothing; or, if a rank was unable to make a program, which and why. No rank shall then run its own.
+
+    Raises:
+        InputError: a rank was given other inputs, or holds other weights.
+        ScheduleError: a rank has another schedule, or did not arrive in time.
+        PeerError: a rank failed.
+    """
+    return rendezvous.meet("compile the same graph", json.dumps(asdict(offer)), _judge)
+
+
+def _judge_setup(said: dict[int, str]) -> str:
+    settings = {rank: json.loads(text) for rank, text in said.items()}
+    names = dict.fromkeys(name for values in settings.values() for name in values)
+    differing = []
+    for name in names:
+        alike: dict[str, list[int]] = {}
+        for rank, values in settings.items():
+            alike.setdefault(values.get(name, "nothing"), []).append(rank)
+        if len(alike) > 1:
+            differing.append(f"  {name}: " + "; ".join(f"{value} on {listed(ranks)}" for value, ranks in alike.items()))
+    if differing:
         raise ScheduleError(
-            f"cp_compile: rank {me} compiled graph {number} ({len(lines)} lines of schedule) and waited {timeout:g} s; "
-            f"rank{'s' if len(missing) > 1 else ''} {_listed(missing)} did not compile it. Either they failed before "
-            "(look at their output), or only some ranks had to recompile: their inputs differ in shape, dtype or in a "
-            "Python value that Dynamo guards on. Give all ranks the same inputs."
+            "\n".join(["cp_compile: the ranks are not set up alike, so their programs would differ:", *differing])
+            + "\nInstall the same versions for every rank, and give cp_backend the same arguments."
         )
-    hashes = {rank: store.get(f"hash/{rank}").decode() for rank in mesh.ranks}
-    others = [rank for rank in mesh.ranks if hashes[rank] != digest]
-    if others:
-        theirs = store.get(f"text/{others[0]}").decode().split("\n")
+    return ""
+
+
+def _judge(said: dict[int, str]) -> str:
+    offers = {rank: Offer(**json.loads(text)) for rank, text in said.items()}
+    unable: dict[str, list[int]] = {}
+    for rank, offer in offers.items():
+        if offer.unable:
+            unable.setdefault(offer.unable, []).append(rank)
+    if unable:
+        return "; ".join(f"{listed(ranks)}: {why}" for why, ranks in unable.items())
+    first, *others = offers
+    mine = offers[first]
+    apart = [rank for rank in others if offers[rank].lines != mine.lines]
+    if apart:
         raise ScheduleError(
-            f"cp_compile: rank {me} and rank{'s' if len(others) > 1 else ''} {_listed(others)} compiled different "
-            f"programs for graph {number}, and would wait for each other for ever.\n"
-            f"{_difference(lines, theirs, me, others[0])}\n"
+            f"cp_compile: rank {first} and {listed(apart)} compiled different programs, and would wait for each other "
+            f"for ever.\n{_difference(mine.lines, offers[apart[0]].lines, first, apart[0])}\n"
             "Give all ranks the same model and inputs of the same shapes."
         )
-
-
-def _missing(store: dist.Store, mesh: Mesh, timeout: float) -> list[int]:
-    keys = {rank: f"hash/{rank}" for rank in mesh.ranks}
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=timeout))
-    except (RuntimeError, ValueError):
-        return [rank for rank, key in keys.items() if not store.check([key])]
-    return []
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+    differing: dict[str, list[int]] = {}
+    for rank in others:
+        for label, value in offers[rank].values.items():
+            if mine.values.get(label) != value:
+                differing.setdefault(label, []).append(rank)
+    if differing:
+        raise InputError(describe_difference(differing, first))
+    return ""
 
 
 def _difference(mine: Sequence[str], theirs: Sequence[str], me: int, other: int) -> str:
@@ -104,3 +147,11 @@ def _difference(mine: Sequence[str], theirs: Sequence[str], me: int, other: int)
         if a != b:
             return f"  first difference, rank {me}: {a}\n  first difference, rank {other}: {b}"
     return ""
+
+
+@cache
+def _sources() -> str:
+    """Tells two copies of this package apart that call themselves the same version."""
+    files = {path for folder in (Path(__file__).parent, Path(errors.__file__).parent) for path in folder.rglob("*.py")}
+    digests = sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
