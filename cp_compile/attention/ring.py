@@ -155,7 +155,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     dtype = accumulation_dtype(q.dtype)
     rows, bias_rows = _prepare_mask(mask, q, plan)
-    keys, key_grads = Keys(k, v, plan), KeyGrads(k, v, plan)
+    keys, key_grads = Keys(k, v, plan, after=grad), KeyGrads(k, v, plan)
     dq: Tensor | None = None
     dmask = torch.zeros_like(bias_rows, dtype=dtype) if mask_grad and bias_rows is not None else None
     for step in range(plan.steps):

@@ -15,10 +15,20 @@ __all__ = ["KeyGrads", "Keys"]
 
 
 class Keys:
-    """Keys and values in one buffer, on their way round the ring, or gathered once."""
+    """Keys and values in one buffer, on their way round the ring, or gathered once.
 
-    def __init__(self, k: Tensor, v: Tensor, plan: RingPlan) -> None:
+    Args:
+        k, v: this rank's.
+        plan: the ring.
+        after: in a backward, the gradient that came in.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, plan: RingPlan, after: Tensor | None = None) -> None:
         self.plan, self.shapes = plan, (k.shape, v.shape)
+        if after is not None:
+            # Nothing in the backward's trip depends on its gradient, so AOTAutograd would take it for the forward's and
+            # keep every block that came by: as much as one process keeps. This makes it depend on it.
+            k, v = (torch.where(after.flatten()[0] == 0, x, x) for x in (k, v))
         self.buffer = _pack(k, v)
         self.coming: Tensor | None = None
         if plan.spec.rotate == "allgather":
