@@ -191,6 +191,7 @@ class CPBackend:
         number = self._number()
         mesh, rendezvous = self._join(example_inputs)
         with rendezvous.telling(f"while compiling graph {number}"):
+            program: _Program | str | None
             try:
                 with rendezvous.working():
                     program = self._program(gm, example_inputs, number, mesh)
@@ -201,7 +202,9 @@ class CPBackend:
             if program is None:
                 return compile_graph(gm, example_inputs, self.inner, self.inner_options)
             rendezvous.get_in_step()
-            reason = verify(self._offer(program, example_inputs), rendezvous)
+            with rendezvous.working():
+                offer = self._offer(program, example_inputs)
+            reason = verify(offer, rendezvous)
             if reason or isinstance(program, str):
                 return self._replicate(gm, example_inputs, number, reason)
             self._keep(program.report)
@@ -256,9 +259,10 @@ class CPBackend:
         parameters = [n for n, x in zip(captured.own_placeholders, inputs) if isinstance(x, torch.nn.Parameter)]
 
         def build() -> Partial:
-            local = rewrite(captured, plan, mesh, self.options, True, leave_partial=parameters)
-            with _torch.tracing(context):
-                verify(Offer(describe(local.module, [*captured.prefix, *inputs])), self._join(inputs)[1])
+            _, rendezvous = self._join(inputs)
+            with rendezvous.telling("while compiling a graph for no_sync"), _torch.tracing(context):
+                local = rewrite(captured, plan, mesh, self.options, True, leave_partial=parameters)
+                verify(Offer(describe(local.module, [*captured.prefix, *inputs])), rendezvous)
                 compiled = self._finish(captured, local.module, inputs)
             return compiled, [captured.own_placeholders.index(n) for n in local.left_partial]
 

@@ -6,7 +6,13 @@ __all__ = ["CPError", "InputError", "MeshError", "PeerError", "ScheduleError"]
 
 
 class CPError(RuntimeError):
-    """Base of all errors that cp_compile raises on purpose."""
+    """Base of all errors that cp_compile raises on purpose.
+
+    Attributes:
+        everywhere: every rank raises it, so that none has to be told.
+    """
+
+    everywhere = False
 
 
 class MeshError(CPError):

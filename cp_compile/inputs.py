@@ -7,7 +7,7 @@ of another picture. The checksums of a graph's inputs are compared when it is co
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, cast
@@ -83,7 +83,7 @@ def given(captured: Captured, inputs: Sequence[Any]) -> Given:
     return Given(names, frozenset(weights), tuple(tensors), tuple(floating), tuple(sizes))
 
 
-def describe_difference(differing: dict[str, Sequence[int]], against: int) -> str:
+def describe_difference(differing: Mapping[str, Sequence[int]], against: int) -> str:
     """An error's text.
 
     Args:

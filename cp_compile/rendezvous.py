@@ -54,7 +54,6 @@ class Rendezvous:
         self.ranks = (rank,) if alone else tuple(ranks)
         self.rank, self.timeout = rank, timeout
         self.out_of_step = False
-        self._told: BaseException | None = None
         store = dist.HashStore() if alone else _torch._get_default_store()
         self._store = dist.PrefixStore(f"cp_compile/{'-'.join(map(str, self.ranks))}", store)
 
@@ -87,8 +86,9 @@ class Rendezvous:
             )
         self.out_of_step = bool(kind)
         if kind:
-            self._told = _ERRORS[kind](text)
-            raise self._told
+            verdict = _ERRORS[kind](text)
+            verdict.everywhere = True
+            raise verdict
         return text
 
     def get_in_step(self) -> None:
@@ -102,7 +102,7 @@ class Rendezvous:
         try:
             yield
         except BaseException as error:
-            if error is not self._told:
+            if not getattr(error, "everywhere", False):
                 self._failed(doing, error)
             raise
 
@@ -112,7 +112,7 @@ class Rendezvous:
         Returns:
             What to raise from it where it is a collective's: that is the fault of another rank, and this says which.
         """
-        if error is self._told:
+        if getattr(error, "everywhere", False):
             return None
         if isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error)):
             return self._lost(doing, error)
@@ -206,7 +206,8 @@ class Rendezvous:
 
     def _wait(self, store: dist.Store, topic: str) -> None:
         start = time.monotonic()
-        look, window, beats = _FIRST_LOOK_S, 1, {}
+        look, window = _FIRST_LOOK_S, 1
+        beats: dict[int, int] = {}
         while not store.check(["verdict"]):
             if time.monotonic() - start > window * self.timeout / 2:
                 missing = [r for r in self.ranks if not store.check([f"said/{r}"])]
