@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+from cp_compile.passes._torch import statically_known_true
 
 __all__ = ["Kernel", "accumulation_dtype", "choose"]
 
@@ -20,6 +24,8 @@ Backward = Callable[
     [Tensor, Tensor, Tensor, Tensor, "Tensor | None", Tensor, Tensor, bool, float, "Tensor | None"],
     tuple[Tensor, Tensor, Tensor, "Tensor | None"],
 ]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -84,16 +90,32 @@ def choose(
     return MATH
 
 
+def _dense(function: _F) -> _F:
+    """Fused kernels step through head dims one by one: CPU flash reads other memory where a view has another stride."""
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*(_last_dim_dense(x) if isinstance(x, Tensor) and x.dim() == 4 else x for x in args))
+
+    return cast(_F, call)
+
+
+def _last_dim_dense(x: Tensor) -> Tensor:
+    return x if statically_known_true(x.stride(3) == 1) else x.contiguous()
+
+
 # CPU flash takes a mask (fp32 or of q's dtype) together with `is_causal`, and grouped heads. A row without any key gets
 # output 0 and logsumexp 0.
 
 
+@_dense
 def _cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
 
 
+@_dense
 def _cpu_backward(
     grad: Tensor,
     q: Tensor,
@@ -113,6 +135,7 @@ def _cpu_backward(
 # CUDA flash takes no mask. Without dropout its backward reads no random state, but wants the tensors.
 
 
+@_dense
 def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -120,6 +143,7 @@ def _flash_forward(
     return out, lse
 
 
+@_dense
 def _flash_backward(
     grad: Tensor,
     q: Tensor,
@@ -156,6 +180,7 @@ def _zeros_after(x: Tensor, extra: int) -> Tensor:
     return torch.cat([x, x.new_zeros(*x.shape[:-1], extra)], -1)
 
 
+@_dense
 def _efficient_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -164,6 +189,7 @@ def _efficient_forward(
     return out, lse.narrow(2, 0, q.shape[2])
 
 
+@_dense
 def _efficient_backward(
     grad: Tensor,
     q: Tensor,
@@ -187,6 +213,7 @@ def _efficient_backward(
 # cuDNN gives its logsumexp a last dim of 1.
 
 
+@_dense
 def _cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -195,6 +222,7 @@ def _cudnn_forward(
     return out, lse.squeeze(3)
 
 
+@_dense
 def _cudnn_backward(
     grad: Tensor,
     q: Tensor,

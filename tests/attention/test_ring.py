@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_compile.attention import attention
+from cp_compile.attention import AttentionSpec, attention
 from cp_compile.attention.heads import plan_heads
 from cp_compile.attention.kernel import choose
 from cp_compile.attention.ring import plan_ring
@@ -189,3 +190,16 @@ def test_the_users_choice_of_kernels_is_respected() -> None:
         assert choose("cuda", torch.bfloat16, 64, 64, **need).name == "cuda_cudnn"
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         assert choose("cuda", torch.bfloat16, 64, 64, **need).name == "cuda_efficient"
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_head_dims_that_are_not_dense_in_memory(ring: int, ulysses: int, dtype: torch.dtype) -> None:
+    """CPU flash, forward and backward, steps through a head dim by one whatever its stride."""
+
+    def by_columns(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+        return attention(*(x.mT.contiguous().mT for x in (q, k, v)), mask, spec)
+
+    case = Case(ring, ulysses, (9, 5), dtype=dtype)
+    check(case, by_columns)
+    check(replace(case, mask=Mask("bias", "BHSS")), by_columns)
