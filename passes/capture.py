@@ -28,6 +28,8 @@ __all__ = ["Captured", "capture"]
 
 aten = torch.ops.aten
 
+_Forms = dict[Any, Callable[[fx.Graph, fx.Node], None]]
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -130,7 +132,7 @@ def _normalise(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _change(graph: fx.Graph, forms: dict[Any, Callable[[fx.Graph, fx.Node], None]]) -> None:
+def _change(graph: fx.Graph, forms: _Forms) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in forms:
             with graph.inserting_before(node):
@@ -216,7 +218,7 @@ def _replace_items(graph: fx.Graph, node: fx.Node, pieces: list[fx.Node]) -> Non
     graph.erase_node(node)
 
 
-_NORMAL_FORMS = {
+_NORMAL_FORMS: _Forms = {
     aten._assert_tensor_metadata.default: _drop,
     aten.type_as.default: _type_as,
     aten.copy.default: _copy,
@@ -248,8 +250,8 @@ def _fill(graph: fx.Graph, node: fx.Node) -> None:
 
 def _like(graph: fx.Graph, node: fx.Node) -> None:
     """Random values like a tensor's depend on its shape alone."""
-    target, numbers = _LIKE[node.target]
     op = Op.of(node)
+    target, numbers = _LIKE[node.target]
     args = [op.args[name] for name in numbers]
     node.replace_all_uses_with(call(graph, node, target, *args, _shape(graph, node, op.args["self"]), **_options(node)))
     graph.erase_node(node)
@@ -259,7 +261,7 @@ def _options(x: Any) -> dict[str, Any]:
     return {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
 
 
-_LIKE = {
+_LIKE: dict[Any, tuple[Any, tuple[str, ...]]] = {
     aten.rand_like.default: (aten.rand.default, ()),
     aten.randn_like.default: (aten.randn.default, ()),
     aten.randint_like.default: (aten.randint.default, ("high",)),
@@ -267,7 +269,7 @@ _LIKE = {
 }
 
 # Draws are made for all tokens, so that they are those of one process: no draw may wait for a value that is sharded.
-_DRAWS = {
+_DRAWS: _Forms = {
     aten.dropout.default: _dropout,
     aten.bernoulli.p: _fill,
     aten.uniform.default: _fill,

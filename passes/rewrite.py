@@ -38,6 +38,7 @@ __all__ = ["Gathered", "Rewritten", "Sharded", "rewrite"]
 aten = torch.ops.aten
 ours = torch.ops.cp_compile
 
+
 @dataclass(frozen=True)
 class Options:
     """How attentions communicate, as the user asked.
