@@ -42,6 +42,9 @@ from torch._inductor.compile_fx import compile_fx
 # Tensors with a storage but no memory, and what an op raises on them whose value or length only the data can tell.
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+# The capture opens composite ops below its own functionalization: they need one of their own.
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+
 # The key-value store of the default process group: the rendezvous that all ranks already share.
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -59,12 +62,14 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 __all__ = [
+    "COMPOSITE",
     "CONVERT_FRAME",
     "DEPENDS_ON_DATA",
     "EVAL_FRAME",
     "RESUMED",
     "CompileContext",
     "FakeTensorMode",
+    "FunctionalTensorMode",
     "PythonReferenceAnalysis",
     "TracingContext",
     "_get_default_store",
@@ -73,6 +78,7 @@ __all__ = [
     "checkpoint",
     "compile_fx",
     "detect_fake_mode",
+    "dispatch_functionalize",
     "enter_autocast",
     "enter_vmap",
     "exit_autocast",
@@ -93,6 +99,9 @@ DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 # A captured graph marks its autocast regions with calls of these two.
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
+
+# Marks the kernel of an op that torch defines by other ops.
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 # Dynamo marks the regions under vmap with calls of these two.
 enter_vmap = torch._functorch.predispatch._vmap_increment_nesting

@@ -17,8 +17,10 @@ import torch
 from torch import fx
 
 from . import _torch
+from .composites import composites
 from .fused import FUSED
 from .graphs import call
+from .losses import LOSSES
 from .recognise import recognise_attention
 from .regions import enter_regions
 from .relation import Op
@@ -87,8 +89,9 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     dynamo, gm = gm, open_vmap(enter_regions(gm, training))
     prefix: tuple[torch.Tensor, ...] = tuple(dict(gm.named_parameters(remove_duplicate=False)).values())
     prefix += tuple(dict(gm.named_buffers(remove_duplicate=False)).values())
+    opened = {**composites(), **FUSED, **LOSSES}
     module, signature = _torch.aot_export_module(
-        gm, list(example_inputs), trace_joint=False, pre_dispatch=True, decompositions=FUSED
+        gm, list(example_inputs), trace_joint=False, pre_dispatch=True, decompositions=opened
     )
     assert isinstance(module, fx.GraphModule)
     names = [n.name for n in module.graph.find_nodes(op="placeholder")]
