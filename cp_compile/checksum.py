@@ -56,7 +56,10 @@ def _checksum(x: Tensor, weights: Tensor) -> Tensor:
 
 def _words(x: Tensor) -> list[Tensor]:
     """The bits as int32, the last word filled up with zeros."""
-    octets = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # one element, dense in torch's eyes whatever its stride; a view of bytes wants 1
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    octets = flat.view(torch.uint8)
     if octets.storage_offset() % 4:
         octets = octets.clone()
     whole = octets.shape[0] // 4 * 4

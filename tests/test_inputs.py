@@ -56,6 +56,8 @@ def test_a_checksum_is_of_values_not_of_strides_nor_of_the_seed():
     torch.manual_seed(5)
     assert _sum(x.transpose(0, 2).contiguous().transpose(0, 2)) == expected
     assert _sum(torch.cat([torch.zeros(1), x.view(-1)])[1:].view(4, 6, 3)) == expected
+    one = torch.tensor([7])
+    assert _sum(torch.tensor(7).expand(1)) == _sum(one) == _sum(one.as_strided((1,), (5,)))
     z = torch.randn(3, dtype=torch.complex64)
     assert _sum(z.conj()) == _sum(z.conj().resolve_conj()) != _sum(z)
 
