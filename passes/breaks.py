@@ -77,9 +77,11 @@ def _caller(compiled: str) -> tuple[str, int] | None:
 
 
 def _in_short(reason: str) -> str:
-    """Dynamo's reason without hints and links, on one line."""
+    """Dynamo's reason on one line, without links, and of its hints only that of a setting that would mend it."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     explanation = next((line for line in lines if line.startswith("Explanation:")), "")
     if not explanation:
         return f"Dynamo cannot trace this line ({lines[0] if lines else 'it does not say why'})"
-    return f"{lines[0]}: {explanation.removeprefix('Explanation:').strip()}"
+    hints = (line.removeprefix("Hint:").strip() for line in lines if line.startswith("Hint:"))
+    settings = [hint for hint in hints if "torch._dynamo.config." in hint]
+    return " ".join([f"{lines[0]}: {explanation.removeprefix('Explanation:').strip()}", *settings])

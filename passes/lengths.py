@@ -29,14 +29,36 @@ def known_symbols(placeholders: Iterable[fx.Node]) -> dict[sympy.Symbol, fx.Node
 
 
 class Lengths:
-    """Turns sizes into what a graph holds, each once. Nodes stand right after the placeholders, before any use."""
+    """Turns sizes into what a graph holds, each once.
+
+    Nodes stand as early as can be, before any use: right after the placeholders, or after the value whose length only
+    the data told (the rows that a mask selects).
+    """
 
     def __init__(self, graph: fx.Graph, symbols: dict[sympy.Symbol, fx.Node], last_placeholder: fx.Node | None):
         """``symbols`` are the placeholders of ``graph`` itself."""
         self.graph = graph
         self.symbols = symbols
-        self.cursor = last_placeholder
+        self.last = [last_placeholder]
+        self.place: dict[fx.Node, int] = {}
         self.known: dict[Any, fx.Node] = {}
+
+    def learn(self, value: Any, node: fx.Node) -> None:
+        """Take note of lengths that ``value``, which ``node`` of this graph computes, is the first to have."""
+        if isinstance(value, torch.SymInt):
+            self._bind(size_of(value), node)
+        elif isinstance(value, torch.Tensor):
+            for d, size in enumerate(value.shape):
+                size = size_of(size)
+                if isinstance(size, sympy.Symbol) and size not in self.symbols:
+                    with self.graph.inserting_after(node):
+                        self._bind(size, self.graph.call_function(torch.ops.aten.sym_size.int, (node, d)))
+
+    def _bind(self, size: Size, node: fx.Node) -> None:
+        if isinstance(size, sympy.Symbol) and size not in self.symbols:
+            self.symbols[size] = node
+            self.place[node] = len(self.last)
+            self.last.append(node)
 
     def of(self, size: Size) -> int | fx.Node:
         """A size of the analysis as the graph holds it."""
@@ -50,7 +72,7 @@ class Lengths:
         return self.known[size]
 
     def knows(self, size: Size) -> bool:
-        """Whether a size can be computed from the graph's inputs."""
+        """Whether a size can be computed from the graph's inputs, and from what was learnt."""
         return isinstance(size, int) or size.free_symbols <= self.symbols.keys()
 
     def add(self, a: Any, b: Any) -> Any:
@@ -76,11 +98,14 @@ class Lengths:
         return self.known[key]
 
     def create(self, function: Any, args: Any, kwargs: Any) -> fx.Node:
-        """A node after the last one made here."""
-        assert self.cursor is not None, "a length that varies without an input that says so"
-        with self.graph.inserting_after(self.cursor):
-            self.cursor = self.graph.call_function(function, args, kwargs)
-        return self.cursor
+        """A node after the last one made for the lengths that it is made of."""
+        place = max((self.place.get(a, 0) for a in args if isinstance(a, fx.Node)), default=0)
+        last = self.last[place]
+        assert last is not None, "a length that varies without an input that says so"
+        with self.graph.inserting_after(last):
+            node = self.graph.call_function(function, args, kwargs)
+        self.last[place], self.place[node] = node, place
+        return node
 
 
 class _Tracer(fx.Tracer):

@@ -177,6 +177,7 @@ class _Rewriter:
         self.whole[node] = new = self.graph.node_copy(node, argument)
         new.meta = dict(node.meta)
         new.target = _any_stride(node.target)
+        self.lengths.learn(node.meta.get("val"), new)
 
     def _sharded(self, node: fx.Node, mode: Mode) -> None:
         op = self.plan.axes.ops[node]
