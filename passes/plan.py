@@ -206,14 +206,18 @@ class _Network:
         self.graph.add_nodes_from(("S", "R"))
 
     def _add(self, a: Any, b: Any, seconds: float | None) -> None:
-        if seconds is None:
+        self._connect(a, b, None if seconds is None else round(seconds * 1e12))
+
+    def _connect(self, a: Any, b: Any, capacity: int | None) -> None:
+        """Adds to an edge; no capacity: it is never cut."""
+        if capacity is None:
             self.graph.add_edge(a, b)
-            self.graph[a][b].pop("capacity", None)  # no capacity: never cut
+            self.graph[a][b].pop("capacity", None)
         elif self.graph.has_edge(a, b):
             if "capacity" in self.graph[a][b]:
-                self.graph[a][b]["capacity"] += round(seconds * 1e12)
+                self.graph[a][b]["capacity"] += capacity
         else:
-            self.graph.add_edge(a, b, capacity=round(seconds * 1e12))
+            self.graph.add_edge(a, b, capacity=capacity)
 
     def whole(self, node: fx.Node, seconds: float) -> None:
         """What it costs if the node is R."""
@@ -248,5 +252,45 @@ class _Network:
 
     def solve(self) -> tuple[set, float]:
         """The nodes that are S, and the cost of the cut in seconds."""
-        value, (sharded, _) = nx.minimum_cut(self.graph, "S", "R", flow_func=nx.algorithms.flow.boykov_kolmogorov)
-        return sharded, value / 1e12
+        # What can be told without a flow is taken out first. Then this algorithm is linear in a model's depth; one that
+        # looks for paths is not, since a block's last resort is the gather at the model's end.
+        paid = self._pay_unavoidable()
+        settled = self._settle()
+        value, (sharded, _) = nx.minimum_cut(self.graph, "S", "R", flow_func=nx.algorithms.flow.preflow_push)
+        return sharded | settled, (paid + value) / 1e12
+
+    def _pay_unavoidable(self) -> int:
+        """Takes out what every cut costs, and returns it: of each node the lesser of its two labels."""
+        paid = 0
+        for node, edge in self.graph["S"].items():
+            if self.graph.has_edge(node, "R"):
+                both = [e for e in (edge, self.graph[node]["R"]) if "capacity" in e]
+                least = min((e["capacity"] for e in both), default=0)
+                paid += least
+                for e in both:
+                    e["capacity"] -= least
+        return paid
+
+    def _settle(self) -> set:
+        """Takes out, and returns, what is surely S: what is held, and what nothing but such wants."""
+        vertices = [v for v in self.graph if v not in ("S", "R")]
+        wanted = {v: sum(e.get("capacity") != 0 for e in self.graph[v].values()) for v in vertices}
+        todo = [v for v, e in self.graph["S"].items() if "capacity" not in e]
+        todo += [v for v in vertices if wanted[v] == 0]
+        settled: set = set()
+        while todo:
+            vertex = todo.pop()
+            if vertex in settled:
+                continue
+            settled.add(vertex)
+            for giver, edge in self.graph.pred[vertex].items():
+                if giver != "S" and edge.get("capacity") != 0:
+                    wanted[giver] -= 1
+                    if wanted[giver] == 0:
+                        todo.append(giver)
+        for vertex in settled:
+            for user, edge in self.graph[vertex].items():
+                if user not in settled:
+                    self._connect("S", user, edge.get("capacity"))
+        self.graph.remove_nodes_from(settled)
+        return settled
