@@ -93,11 +93,13 @@ def flops_of(node: fx.Node) -> int:
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """The size that was seen while the graph was made; 1024 if none was."""
+    """The size that was seen while the graph was made; what it can be at most if none was; 1024 if that is not known."""
     if isinstance(size, int):
         return size
-    seen = size.node.hint
-    return int(seen) if seen is not None else 1024
+    if size.node.hint is not None:
+        return int(size.node.hint)
+    most = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(most) if most < 2**40 else 1024
 
 
 def _numel(value: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from . import _torch
+from .segments import Word
 from .sizes import Size, size_of
 
 __all__ = ["Lengths", "known_symbols"]
@@ -74,6 +75,11 @@ class Lengths:
     def knows(self, size: Size) -> bool:
         """Whether a size can be computed from the graph's inputs, and from what was learnt."""
         return isinstance(size, int) or size.free_symbols <= self.symbols.keys()
+
+    def depends_on_data(self, word: Word) -> bool:
+        """Whether a segment's length was learnt in the midst of the graph."""
+        nodes = (self.of(segment.length) for segment in word)
+        return any(isinstance(n, fx.Node) and self.place.get(n, 0) > 0 for n in nodes)
 
     def add(self, a: Any, b: Any) -> Any:
         """``a + b``."""

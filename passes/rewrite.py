@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -302,11 +302,10 @@ class _Rewriter:
             return self.local[value]
         key = (value, at, word)
         if key not in self.cut:
-            whole = self._as_whole(value, user)
-            with self._after(whole):
-                self.cut[key] = self._emit(
-                    value, ours.shard.default, whole, at.dim, self._length(at.outer), *self._rows(word)
-                )
+            whole, lengths = self._as_whole(value, user), (self._length(at.outer), *self._rows(word))
+            # A value may be older than a length that only the data tells: then it is cut where it is first needed.
+            with nullcontext() if self.lengths.depends_on_data(word) else self._after(whole):
+                self.cut[key] = self._emit(value, ours.shard.default, whole, at.dim, *lengths)
             self.result.shards.append(Sharded(value, at))
         return self.cut[key]
 

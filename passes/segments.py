@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .sizes import Size, equal, less
+from .sizes import Size, at_most, equal
 
 __all__ = ["Segment", "Word", "between", "cut", "leaves", "total", "unify"]
 
@@ -69,10 +69,10 @@ def cut(word: Word, at: Size) -> tuple[Word, Word] | None:
     left: list[Segment] = []
     while rest and not equal(at, 0):
         head = rest[0]
-        if equal(head.length, at) or less(head.length, at):
+        if at_most(head.length, at):
             left.append(rest.pop(0))
             at = at - head.length
-        elif less(at, head.length):
+        elif at_most(at, head.length):
             a, b = _split(head, at)
             left.append(a)
             rest[0] = b
@@ -123,7 +123,7 @@ def unify(a: Word, b: Word) -> bool:
         rest_a[:1], rest_b[:1] = rest_a[0].leaves(), rest_b[0].leaves()  # an earlier turn may have cut this one too
         x, y = rest_a.pop(0), rest_b.pop(0)
         if not equal(x.length, y.length):
-            if less(x.length, y.length):
+            if at_most(x.length, y.length):
                 y, tail = _split(y, x.length)
                 rest_b.insert(0, tail)
             else:
@@ -146,10 +146,10 @@ def _align(a: Word, b: Word) -> list[tuple[Segment, Segment]] | None:
             if i == len(a) or j == len(b):
                 return pairs
             left, right = a[i].length, b[j].length
-        elif less(left, right):
+        elif at_most(left, right):
             right, i = right - left, i + 1
             left = a[i].length
-        elif less(right, left):
+        elif at_most(right, left):
             left, j = left - right, j + 1
             right = b[j].length
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..relation import OUT, Concat, Link, Op, Part, Relation, Reshape, Same, Spread
-from ..sizes import Size, equal, less, size_of
+from ..sizes import Size, at_most, equal, less, size_of
 from .registry import aligned, register_rule
 
 aten = torch.ops.aten
@@ -188,4 +188,5 @@ def _bounds(op: Op, size: Size) -> tuple[Size, Size] | None:
         if less(value, 0) is None or less(size, value) is None:
             return None
         found.append(value)
-    return (found[0], found[1]) if less(found[0], found[1]) else None
+    start, end = found
+    return (start, end) if at_most(start, end) and not equal(start, end) else None
