@@ -93,7 +93,7 @@ def flops_of(node: fx.Node) -> int:
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """The size that was seen while the graph was made; what it can be at most if none was; 1024 if that is not known."""
+    """The size that was seen when the graph was made; if none was, what it can be at most; 1024 if neither is known."""
     if isinstance(size, int):
         return size
     if size.node.hint is not None:

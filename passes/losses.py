@@ -31,7 +31,7 @@ def _cross_entropy(
 ) -> Tensor:
     """``torch.nn.functional.cross_entropy``: logits ``[N, classes, ...]`` or ``[classes]``, target ``[N, ...]``."""
     if target.is_floating_point():
-        return aten.cross_entropy_loss.default.decompose(  # type: ignore[no-any-return]
+        return aten.cross_entropy_loss.default.decompose(
             logits, target, weight, reduction, ignore_index, label_smoothing
         )
     classes = 0 if logits.dim() == 1 else 1
